@@ -1,0 +1,1 @@
+"""Receives KV blocks and runs continuous batching."""

@@ -1,0 +1,1 @@
+"""Starts a deployment on a Ray cluster."""

@@ -1,0 +1,1 @@
+"""Moves the blocks of one request from one worker's cache to another's."""

@@ -1,0 +1,1 @@
+"""kvferry: large language models served by separate prefill and decode pools."""

@@ -1,0 +1,87 @@
+from kvferry.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_REASON_UNSPECIFIED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_CHECKSUM: _ClassVar[RefusalReason]
+    REFUSAL_REASON_GENERATION: _ClassVar[RefusalReason]
+    REFUSAL_REASON_SHAPE: _ClassVar[RefusalReason]
+    REFUSAL_REASON_DUPLICATE: _ClassVar[RefusalReason]
+REFUSAL_REASON_UNSPECIFIED: RefusalReason
+REFUSAL_REASON_CHECKSUM: RefusalReason
+REFUSAL_REASON_GENERATION: RefusalReason
+REFUSAL_REASON_SHAPE: RefusalReason
+REFUSAL_REASON_DUPLICATE: RefusalReason
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "block", "end")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    block: Block
+    end: PushEnd
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., end: _Optional[_Union[PushEnd, _Mapping]] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("lease", "block_bytes", "num_blocks")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    lease: _common_pb2.Lease
+    block_bytes: int
+    num_blocks: int
+    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class Block(_message.Message):
+    __slots__ = ("index", "generation", "checksum", "layer_begin", "layer_end", "head_begin", "head_end", "data")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    LAYER_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    HEAD_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    HEAD_END_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    generation: int
+    checksum: int
+    layer_begin: int
+    layer_end: int
+    head_begin: int
+    head_end: int
+    data: bytes
+    def __init__(self, index: _Optional[int] = ..., generation: _Optional[int] = ..., checksum: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PushEnd(_message.Message):
+    __slots__ = ("first_token_id",)
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    first_token_id: int
+    def __init__(self, first_token_id: _Optional[int] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("refused", "completed")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    refused: BlockRefused
+    completed: PushCompleted
+    def __init__(self, refused: _Optional[_Union[BlockRefused, _Mapping]] = ..., completed: _Optional[_Union[PushCompleted, _Mapping]] = ...) -> None: ...
+
+class BlockRefused(_message.Message):
+    __slots__ = ("index", "reason")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    reason: RefusalReason
+    def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ...) -> None: ...
+
+class PushCompleted(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

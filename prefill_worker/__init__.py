@@ -1,0 +1,1 @@
+"""Computes prompts and ships their KV blocks."""

@@ -1,0 +1,1 @@
+"""Validates, tokenises once, admits, places and streams. Imports no torch."""

@@ -1,0 +1,1 @@
+"""What every gRPC server and client of ours has in common."""

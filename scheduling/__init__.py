@@ -1,0 +1,1 @@
+"""Pure decisions: who owns which block, what runs now, which workers serve a request. No clock of its own."""
