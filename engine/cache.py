@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 LAYOUT = "block,layer,kv,token,head,dim"
@@ -59,8 +60,9 @@ class KVCache:
 
     def write_block(self, block: int, data: bytes) -> None:
         """Fills a block; `data` must be `shape.num_bytes` long."""
-        # frombuffer warns that bytes cannot be written to; this tensor is only read.
-        source = torch.frombuffer(
-            bytearray(data) if self._bytes.is_cuda else memoryview(data), dtype=torch.uint8
-        )
-        self._bytes[block].copy_(source)
+        source = np.frombuffer(data, dtype=np.uint8)
+        if self._bytes.is_cuda:
+            # A tensor over read-only memory is refused, so the bytes are copied once more on the host.
+            self._bytes[block].copy_(torch.from_numpy(source.copy()))
+        else:
+            self._bytes[block].numpy()[:] = source

@@ -67,6 +67,10 @@ class EngineConfig(_Settings):
             )
         return self
 
+    def with_threads(self, num_threads: int) -> "EngineConfig":
+        """The same settings, with `num_threads` filled in where it is not set."""
+        return self.model_copy(update={"num_threads": self.num_threads or num_threads})
+
 
 class Resources(_Settings):
     """What Ray sets aside for one worker."""

@@ -67,12 +67,18 @@ class PushEnd(_message.Message):
     def __init__(self, first_token_id: _Optional[int] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("refused", "completed")
+    __slots__ = ("opened", "refused", "completed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    opened: PushOpened
     refused: BlockRefused
     completed: PushCompleted
-    def __init__(self, refused: _Optional[_Union[BlockRefused, _Mapping]] = ..., completed: _Optional[_Union[PushCompleted, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[PushOpened, _Mapping]] = ..., refused: _Optional[_Union[BlockRefused, _Mapping]] = ..., completed: _Optional[_Union[PushCompleted, _Mapping]] = ...) -> None: ...
+
+class PushOpened(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class BlockRefused(_message.Message):
     __slots__ = ("index", "reason")

@@ -117,23 +117,9 @@ class Ended(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("admitted", "incompatible")
-    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("router_id", "incompatible")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCOMPATIBLE_FIELD_NUMBER: _ClassVar[int]
-    admitted: Admitted
-    incompatible: Incompatible
-    def __init__(self, admitted: _Optional[_Union[Admitted, _Mapping]] = ..., incompatible: _Optional[_Union[Incompatible, _Mapping]] = ...) -> None: ...
-
-class Admitted(_message.Message):
-    __slots__ = ("router_id",)
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     router_id: str
-    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
-
-class Incompatible(_message.Message):
-    __slots__ = ("router_id", "reason")
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    router_id: str
-    reason: str
-    def __init__(self, router_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    incompatible: str
+    def __init__(self, router_id: _Optional[str] = ..., incompatible: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,229 @@
+"""Continuous batching: schedule, run, sample, publish, over and over.
+
+Everything here runs on the worker's event loop but `engine.step`, which runs in a thread of its own. So no
+lock is needed: between two awaits nothing changes. Blocks of a sequence that is in the running step are
+given back only when the step has ended.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from decode_worker.streams import TokenStreams
+from engine.engine import Chunk, Engine, SampledToken
+from engine.finish import FinishReason, finish_reason
+from engine.isolation import step_each
+from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
+from kvferry.sampling import SamplingParams
+from scheduling.allocator import BlockAllocator
+from scheduling.decode import DecodeScheduler
+from scheduling.sequence import Scheduled, blocks_for
+from scheduling.sequence import Sequence as TokenSequence
+
+logger = logging.getLogger(__name__)
+
+# How often deadlines are looked at, and memory is asked for again when every sequence waits for it.
+TICK_S = 0.1
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """One request on this worker, from its reservation to its end. Times are the event loop's."""
+
+    request_id: str
+    router_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int
+    arrived_s: float
+    deadline_s: float
+
+
+class DecodeLoop:
+    """Owns what one decode worker holds. Not thread-safe: call it on its event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        allocator: BlockAllocator,
+        scheduler: DecodeScheduler,
+        reservations: ReservationTable,
+        streams: TokenStreams,
+    ) -> None:
+        self.scheduler = scheduler
+        self.reservations = reservations
+        self.counters: Counter[str] = Counter()
+        self.requests: dict[str, DecodeRequest] = {}
+        self._engine = engine
+        self._allocator = allocator
+        self._streams = streams
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._in_step: set[str] = set()
+        self._free_after_step: set[str] = set()
+
+    def reserve(self, request: DecodeRequest) -> Reservation | None:
+        """Takes blocks for a request. None: no room now. KeyError: the id is taken."""
+        if request.request_id in self.requests or request.request_id in self._free_after_step:
+            raise KeyError(request.request_id)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        block_table = self.scheduler.reserve(request.request_id, num_prompt_tokens)
+        if block_table is None:
+            self.counters["reservations_refused"] += 1
+            return None
+        self.requests[request.request_id] = request
+        num_prompt_blocks = blocks_for(num_prompt_tokens, self._engine.cache.shape.block_size)
+        return self.reservations.grant(request.request_id, block_table, num_prompt_blocks)
+
+    def complete(self, reservation: Reservation) -> None:
+        """Takes over a reservation whose last block has landed: it decodes from the next step on."""
+        request = self.requests[reservation.lease.request_id]
+        assert reservation.first_token_id is not None
+        self.scheduler.admit(
+            TokenSequence(
+                request_id=request.request_id,
+                tokens=[*request.prompt_token_ids, reservation.first_token_id],
+                num_prompt_tokens=len(request.prompt_token_ids),
+                priority=request.priority,
+                arrived_s=request.arrived_s,
+                block_table=reservation.block_table,
+                num_computed=len(request.prompt_token_ids),
+            )
+        )
+        self._wake.set()
+
+    def release(self, request_id: str) -> None:
+        """Ends a request in whatever state it is and gives its blocks back; unknown ones hold nothing."""
+        if self.requests.pop(request_id, None) is None:
+            return
+        self.reservations.free(request_id)
+        self.scheduler.remove(request_id)
+        if request_id in self._in_step:
+            self._free_after_step.add(request_id)
+        else:
+            self._allocator.free(request_id)
+        self._wake.set()
+
+    def release_router(self, router_id: str) -> None:
+        """Ends all requests of a router that can no longer hear their tokens."""
+        lost = [r.request_id for r in self.requests.values() if r.router_id == router_id]
+        for request_id in lost:
+            self.release(request_id)
+        self._streams.take(router_id)
+        if lost:
+            logger.warning("router %s is lost; released its %d requests", router_id, len(lost))
+
+    async def run(self) -> None:
+        """Steps while there is work. Ends only when cancelled, or by a fault of ours."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_deadlines())
+            group.create_task(self._step_forever())
+
+    def close(self) -> None:
+        """Waits for the step that may still run."""
+        self._thread.shutdown()
+
+    async def _step_forever(self) -> None:
+        while True:
+            plan = self.scheduler.schedule()
+            self.counters["preemptions"] += len(plan.preempted)
+            if plan.scheduled:
+                await self._step(plan.scheduled)
+            else:
+                self._wake.clear()
+                # With work but nothing to schedule, all sequences wait for memory.
+                timeout_s = TICK_S if self.scheduler.has_work else None
+                try:
+                    await asyncio.wait_for(self._wake.wait(), timeout_s)
+                except TimeoutError:
+                    continue
+
+    async def _step(self, scheduled: Sequence[Scheduled]) -> None:
+        self._in_step = {s.sequence.request_id for s in scheduled}
+        for request_id in self._in_step:
+            reservation = self.reservations.get(request_id)
+            if reservation is not None and reservation.state is ReservationState.COMPLETE:
+                reservation.state = ReservationState.RUNNING
+        try:
+            results = await self._compute([self._chunk(s) for s in scheduled])
+        finally:
+            self._in_step = set()
+            for request_id in self._free_after_step:
+                self._allocator.free(request_id)
+            self._free_after_step.clear()
+        self.counters["steps"] += 1
+        for work, result in zip(scheduled, results, strict=True):
+            self._advance(work, result)
+        self._streams.flush()
+
+    async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None]:
+        """One step. Where it fails, each chunk alone, so that only the request at fault fails."""
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            return list(await run(self._thread, self._engine.step, chunks))
+        except Exception as error:  # noqa: BLE001 - any fault of one sequence must not end the others
+            logger.warning("a step of %d sequences failed (%r)", len(chunks), error)
+        return await run(self._thread, step_each, self._engine, chunks)
+
+    def _chunk(self, work: Scheduled) -> Chunk:
+        sequence = work.sequence
+        return Chunk(
+            sequence.tokens,
+            work.start,
+            work.end,
+            sequence.block_table,
+            sequence.num_prompt_tokens,
+            self.requests[sequence.request_id].sampling if work.is_last else None,
+        )
+
+    def _advance(self, work: Scheduled, result: SampledToken | Exception | None) -> None:
+        sequence = work.sequence
+        request = self.requests.get(sequence.request_id)
+        if request is None:  # Released while the step ran.
+            return
+        if isinstance(result, Exception):
+            logger.error("%s failed in a decode step", request.request_id, exc_info=result)
+            self._end(request, None, f"decode step failed: {type(result).__name__}")
+            return
+        self.scheduler.advance(work, None if result is None else result.token_id)
+        if result is None:
+            return
+        info = self._engine.info
+        self.counters["tokens"] += 1
+        generation = self._generation(request)
+        self._streams.add(request.router_id, generation, sequence.num_output_tokens - 1, result)
+        reason = finish_reason(
+            request.sampling,
+            info.eos_token_ids,
+            token_id=result.token_id,
+            num_output_tokens=sequence.num_output_tokens,
+            num_tokens=len(sequence.tokens),
+            max_context_tokens=info.max_context_tokens,
+        )
+        if reason is not None:
+            self._end(request, reason)
+
+    def _end(self, request: DecodeRequest, reason: FinishReason | None, error: str = "") -> None:
+        self._streams.end(request.router_id, self._generation(request), reason, error)
+        self.release(request.request_id)
+
+    def _generation(self, request: DecodeRequest) -> int:
+        reservation = self.reservations.get(request.request_id)
+        assert reservation is not None
+        return reservation.lease.generation
+
+    async def _watch_deadlines(self) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(TICK_S)
+            expired = [r for r in self.requests.values() if r.deadline_s <= now()]
+            for request in expired:
+                reservation = self.reservations.get(request.request_id)
+                assert reservation is not None
+                self.counters["deadlines_exceeded"] += 1
+                self._end(request, None, f"deadline exceeded while {reservation.state.name}")
+            if expired:
+                self._streams.flush()

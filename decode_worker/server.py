@@ -1,0 +1,147 @@
+"""The decode worker's calls: from protos to the loop and back, and nothing else."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from pydantic import ValidationError
+
+from decode_worker.loop import DecodeLoop, DecodeRequest
+from decode_worker.streams import StepTokens
+from engine.engine import SampledToken
+from engine.finish import FinishReason
+from kv_transfer.receiver import Receiver
+from kvferry.sampling import SamplingParams
+from kvferry.v1 import admin_pb2, common_pb2, decode_pb2_grpc, registry_pb2
+from kvferry.v1 import decode_pb2 as pb
+from rpc.errors import Refused
+from scheduling.allocator import BlockAllocator
+from scheduling.sequence import blocks_for
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    """DecodeService over a loop."""
+
+    def __init__(
+        self, loop: DecodeLoop, allocator: BlockAllocator, block_size: int, is_joined: Callable[[str], bool]
+    ) -> None:
+        """`is_joined(router_id)`: whether that router hears this worker's tokens."""
+        self._loop = loop
+        self._allocator = allocator
+        self._block_size = block_size
+        self._is_joined = is_joined
+
+    async def Reserve(
+        self, request: pb.ReserveRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ReserveResponse:
+        if not self._is_joined(request.router_id):
+            raise Refused(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"router_id: {request.router_id} has no open Join stream here",
+            )
+        try:
+            reservation = self._loop.reserve(_from_proto(request))
+        except ValidationError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+        except KeyError as error:
+            raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {error} is held already") from error
+        if reservation is None:
+            needed = blocks_for(len(request.prompt_token_ids) + 1, self._block_size)
+            free = self._allocator.counts.free
+            return pb.ReserveResponse(no_room=pb.NoRoom(needed_blocks=needed, free_blocks=free))
+        lease = reservation.lease
+        return pb.ReserveResponse(
+            lease=common_pb2.Lease(
+                request_id=lease.request_id,
+                epoch=lease.epoch,
+                generation=lease.generation,
+                secret=lease.secret,
+            )
+        )
+
+    async def Release(
+        self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ReleaseResponse:
+        for request_id in request.request_ids:
+            self._loop.release(request_id)
+        return pb.ReleaseResponse()
+
+
+def _from_proto(request: pb.ReserveRequest) -> DecodeRequest:
+    if not request.request_id or not request.prompt_token_ids:
+        field = "prompt_token_ids" if request.request_id else "request_id"
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+    now_s = asyncio.get_running_loop().time()
+    return DecodeRequest(
+        request_id=request.request_id,
+        router_id=request.router_id,
+        prompt_token_ids=list(request.prompt_token_ids),
+        sampling=SamplingParams.from_message(request.sampling),
+        priority=request.priority,
+        arrived_s=now_s,
+        deadline_s=now_s + request.deadline_s,
+    )
+
+
+def load_report(loop: DecodeLoop, allocator: BlockAllocator, receiver: Receiver) -> registry_pb2.LoadReport:
+    """What the router is told at every heartbeat."""
+    counters = {name: float(value) for name, value in loop.counters.items()}
+    counters["blocks_received"] = receiver.num_blocks_received
+    for refusal, count in receiver.refused.items():
+        counters[f"blocks_refused_{refusal.name.lower()}"] = count
+    return registry_pb2.LoadReport(
+        blocks=block_counts(allocator),
+        num_waiting=len(loop.requests) - loop.scheduler.num_running,
+        num_running=loop.scheduler.num_running,
+        counters=counters,
+    )
+
+
+def block_counts(allocator: BlockAllocator) -> common_pb2.BlockCounts:
+    """Who holds how many blocks."""
+    counts = allocator.counts
+    return common_pb2.BlockCounts(
+        free=counts.free, reserved=counts.reserved, running=counts.running, total=counts.total
+    )
+
+
+def audit(loop: DecodeLoop, allocator: BlockAllocator) -> admin_pb2.AuditResponse:
+    """Everything that is held here, after the conservation law was checked."""
+    allocator.check()
+    now_s = asyncio.get_running_loop().time()
+    held = allocator.holdings()
+    holdings = []
+    for request_id in sorted({*held, *loop.requests}):
+        request = loop.requests.get(request_id)
+        reservation = loop.reservations.get(request_id)
+        holdings.append(
+            admin_pb2.Holding(
+                request_id=request_id,
+                state=reservation.state.name if reservation else "FREED",
+                num_blocks=held[request_id][1] if request_id in held else 0,
+                age_s=now_s - request.arrived_s if request else 0,
+            )
+        )
+    return admin_pb2.AuditResponse(blocks=block_counts(allocator), holdings=holdings)
+
+
+def step_update(tokens: StepTokens) -> registry_pb2.StepUpdate:
+    """What a step brought for one router, as a message."""
+    return registry_pb2.StepUpdate(
+        generations=tokens.generations,
+        output_indices=tokens.output_indices,
+        token_ids=tokens.token_ids,
+        logprobs=[registry_pb2.StepLogprobs(row=row, logprobs=_logprobs(t)) for row, t in tokens.logprobs],
+        ended=[_ended(*ended) for ended in tokens.ended],
+    )
+
+
+def _logprobs(token: SampledToken) -> common_pb2.TokenLogprobs:
+    top = [common_pb2.TopLogprob(token_id=i, logprob=value) for i, value in token.top_logprobs]
+    return common_pb2.TokenLogprobs(logprob=token.logprob, top=top)
+
+
+def _ended(generation: int, reason: FinishReason | None, error: str) -> registry_pb2.Ended:
+    name = f"FINISH_REASON_{reason.name}" if reason else "FINISH_REASON_UNSPECIFIED"
+    return registry_pb2.Ended(generation=generation, finish_reason=name, error=error)

@@ -1,0 +1,93 @@
+"""One decode worker, whole: engine, loop, reservations, servers. Knows no Ray, so a test can run one."""
+
+import asyncio
+from collections.abc import Iterable
+
+from decode_worker import server
+from decode_worker.loop import DecodeLoop
+from decode_worker.streams import TokenStreams
+from engine.engine import Engine
+from kv_transfer import capabilities
+from kv_transfer.grpc_transport import SERVICE_NAME, KvTransferServicer, max_message_bytes
+from kv_transfer.receiver import Receiver
+from kv_transfer.reservation import ReservationTable
+from kvferry.config import DecodeConfig
+from kvferry.v1 import common_pb2, decode_pb2_grpc, kv_transfer_pb2_grpc, registry_pb2
+from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
+from rpc.server import GrpcServer
+from rpc.worker import WorkerServer, new_epoch
+from scheduling.allocator import BlockAllocator
+from scheduling.decode import DecodeScheduler
+
+
+class DecodeWorker:
+    """Receives KV blocks and generates. Call it on one event loop."""
+
+    def __init__(self, config: DecodeConfig, engine: Engine, worker_id: str, model_name: str) -> None:
+        epoch = new_epoch()
+        shape = engine.cache.shape
+        allocator = BlockAllocator(engine.cache.num_blocks)
+        scheduler = DecodeScheduler(
+            allocator, shape.block_size, config.max_batch_size, config.max_step_tokens
+        )
+        reservations = ReservationTable(epoch)
+        streams = TokenStreams(lambda router_id: self._server.membership.notify(router_id))
+        self.loop = loop = DecodeLoop(engine, allocator, scheduler, reservations, streams)
+        receiver = Receiver(engine.cache, reservations, loop.complete)
+
+        grpc_server = GrpcServer(max(DEFAULT_MAX_MESSAGE_BYTES, max_message_bytes(shape.num_bytes)))
+        grpc_server.add(
+            "kvferry.v1.DecodeService",
+            server.DecodeServicer(
+                loop, allocator, shape.block_size, lambda router: router in self._server.membership.router_ids
+            ),
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server,
+        )
+        grpc_server.add(
+            SERVICE_NAME,
+            KvTransferServicer(receiver),
+            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
+        )
+
+        def take_step(router_id: str) -> registry_pb2.StepUpdate | None:
+            tokens = streams.take(router_id)
+            return None if tokens is None else server.step_update(tokens)
+
+        self._server = WorkerServer(
+            registry_pb2.Registration(
+                worker_id=worker_id,
+                epoch=epoch,
+                role=common_pb2.ROLE_DECODE,
+                capabilities=capabilities.describe(engine, model_name),
+            ),
+            grpc_server,
+            load=lambda: server.load_report(loop, allocator, receiver),
+            audit=lambda: server.audit(loop, allocator),
+            take_step=take_step,
+            on_router_lost=loop.release_router,
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, routers: Iterable[str]) -> str:
+        """Decodes, serves on a free port and joins the routers; returns the address."""
+        self._running = asyncio.create_task(self.loop.run())
+        return await self._server.start(host, routers)
+
+    def set_routers(self, routers: Iterable[str]) -> None:
+        """Joins exactly these routers."""
+        self._server.membership.set_routers(routers)
+
+    async def wait(self) -> None:
+        """Returns when the worker was stopped; raises what ended its loop otherwise."""
+        assert self._running is not None
+        await asyncio.wait([self._running])
+        if not self._running.cancelled():
+            self._running.result()
+
+    async def stop(self) -> None:
+        """Leaves the routers, ends all calls, lets the running step end."""
+        await self._server.stop()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+        self.loop.close()

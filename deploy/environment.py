@@ -1,0 +1,30 @@
+"""Environment variables that Ray reads when it is imported, and those that its workers get."""
+
+import os
+
+from kvferry.config import Resources
+
+
+def on_a_cluster() -> bool:
+    """Whether this process is to join a running Ray cluster: `RAY_ADDRESS` is set, as in a Ray job."""
+    return bool(os.environ.get("RAY_ADDRESS"))
+
+
+def prepare() -> None:
+    """Sets what this process has not set itself. Call it before `ray` is imported."""
+    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SCHEDULER_EVENTS": "0"}
+    if not on_a_cluster():
+        # A cluster of one machine listens on loopback only: whoever reaches Ray's ports can run code.
+        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def of_actor(resources: Resources | None) -> dict[str, str]:
+    """The variables of one actor's process. None stands for the router, which computes nothing."""
+    num_threads = str(max(1, int(resources.num_cpus)) if resources else 1)
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), num_threads)
+    if resources is None or resources.num_gpus == 0:
+        # Ray hides the GPUs that were given to others, but not from who was given none.
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    return variables

@@ -1,0 +1,289 @@
+// Attention of one tile of queries over the paged keys and values of its sequence, tile of keys by tile
+// of keys with a running softmax (Milakov and Gimelshein 2018; Dao et al. 2022, FlashAttention).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "operand.h"
+
+namespace kvferry {
+
+constexpr int64_t kTileKeys = 256;  // keys and values of a tile stay in the nearest caches
+constexpr float kLog2E = 1.44269504f;
+
+inline int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// What all tiles of a call share. Strides in elements; head_dim is contiguous everywhere.
+template <typename T>
+struct Call {
+  const T* query;
+  int64_t query_token_stride, query_head_stride;
+  const T* keys;
+  const T* values;
+  int64_t block_stride, token_stride, head_stride;
+  T* out;  // [num_tokens, num_heads, head_dim]
+  int64_t num_heads, group, head_dim, block_size;  // group: query heads that share a key head
+  float scale, softcap;                            // softcap 0: none
+  int64_t window;                                  // keys a query sees, itself included
+};
+
+// One piece of work: some queries of one sequence, for some key heads, over some of the keys.
+struct Tile {
+  int64_t first_row;       // of the packed batch
+  int64_t first_position;  // of that row's token in its sequence
+  int64_t num_queries;
+  int64_t first_head, num_heads;  // key heads
+  int64_t first_key, end_key;
+  const int32_t* blocks;  // the sequence's block table
+  int64_t partial;        // where to leave an unfinished result; -1: the keys are all here
+};
+
+// A result over some of the keys, for one query and head: its sum of weighted values is relative to
+// 2^maximum, like `weight`, the sum of the weights.
+struct Running {
+  float maximum = kNegativeInfinity;
+  float weight = 0;
+};
+
+// Working memory of one thread, kept between calls.
+class Scratch {
+ public:
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t first = used_;
+    used_ += round_up(count * sizeof(T), 64);
+    return memory_.empty() ? nullptr : reinterpret_cast<T*>(memory_.data() + first);
+  }
+  // Calls `lay_out` to learn the size, then again to hand out the memory.
+  template <typename F>
+  void prepare(F lay_out) {
+    std::vector<char> kept;
+    kept.swap(memory_);
+    used_ = 0;
+    lay_out();
+    if (static_cast<int64_t>(kept.size()) < used_) kept.resize(used_);
+    memory_.swap(kept);
+    used_ = 0;
+    lay_out();
+  }
+
+ private:
+  std::vector<char> memory_;
+  int64_t used_ = 0;
+};
+
+template <typename T>
+class TileWorker {
+  using W = typename WordsFor<T>::type;
+
+ public:
+  TileWorker(const Call<T>& call, int64_t max_rows, int64_t max_heads, Scratch& scratch)
+      : call_(call),
+        depth_(call.head_dim / W::kPerWord),
+        width_(round_up(call.head_dim, kLanes)),
+        max_rows_(max_rows) {
+    scratch.prepare([&] {
+      query_ = scratch.take<uint32_t>(max_heads * max_rows * depth_);
+      sums_ = scratch.take<float>(max_heads * max_rows * width_);
+      running_ = scratch.take<Running>(max_heads * max_rows);
+      keys_ = scratch.take<uint32_t>(depth_ * kTileKeys);
+      values_ = scratch.take<uint32_t>(kTileKeys / W::kPerWord * width_);
+      scores_ = scratch.take<float>(kTileRows * kTileKeys);
+      weights_ = scratch.take<uint32_t>(kTileRows * kTileKeys);
+    });
+  }
+
+  // Writes finished rows to call.out; unfinished ones to partial_sums [.., head_dim] and partials.
+  void run(const Tile& tile, float* partial_sums, Running* partials) {
+    num_rows_ = tile.num_queries * call_.group;
+    for (int64_t head = 0; head < tile.num_heads; ++head) start(tile, head);
+    for (int64_t key = tile.first_key; key < tile.end_key; key += kTileKeys) {
+      num_keys_ = std::min(kTileKeys, tile.end_key - key);
+      find_tokens(tile, key, tokens_);
+      find_tokens(tile, key + kTileKeys, next_tokens_);
+      for (int64_t head = 0; head < tile.num_heads; ++head) {
+        pack_keys(tile.first_head + head);
+        pack_values(tile.first_head + head);
+        for (int64_t row = 0; row < num_rows_;) {
+          // Equal shares: 8 rows are two times 4, not 6 and 2.
+          const int64_t shares = (num_rows_ - row + kTileRows - 1) / kTileRows;
+          const int64_t count = (num_rows_ - row + shares - 1) / shares;
+          attend(tile, head, row, count, key);
+          row += count;
+        }
+      }
+    }
+    for (int64_t head = 0; head < tile.num_heads; ++head) finish(tile, head, partial_sums, partials);
+  }
+
+ private:
+  // Row r of a tile and key head is query r / group, head r % group of the heads that share the key head.
+  const T* query_row(const Tile& tile, int64_t head, int64_t row) const {
+    return call_.query + (tile.first_row + row / call_.group) * call_.query_token_stride +
+           ((tile.first_head + head) * call_.group + row % call_.group) * call_.query_head_stride;
+  }
+
+  void start(const Tile& tile, int64_t head) {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const T* from = query_row(tile, head, row);
+      uint32_t* to = query_ + (head * max_rows_ + row) * depth_;
+      for (int64_t word = 0; word < depth_; word += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, depth_ - word);
+        const Words words = W::load_row(from + word * W::kPerWord, count);
+        std::memcpy(to + word, &words, count * sizeof(uint32_t));
+      }
+      running_[head * max_rows_ + row] = Running{};
+    }
+    std::fill_n(sums_ + head * max_rows_ * width_, num_rows_ * width_, 0.0f);
+  }
+
+  // Where the keys of the tile that starts at `first_key` lie in the cache; the last one's beyond the end.
+  void find_tokens(const Tile& tile, int64_t first_key, int64_t* tokens) {
+    if (first_key >= tile.end_key) return;
+    int64_t block = first_key / call_.block_size, slot = first_key % call_.block_size;
+    const int64_t count = std::min(kTileKeys, tile.end_key - first_key);
+    for (int64_t n = 0; n < count; ++n) {
+      tokens[n] = tile.blocks[block] * call_.block_stride + slot * call_.token_stride;
+      if (++slot == call_.block_size) {
+        slot = 0;
+        ++block;
+      }
+    }
+  }
+
+  void prefetch(const T* row) const {
+    for (int64_t d = 0; d < call_.head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, LOC);
+  }
+
+  // keys_: [depth, kTileKeys] words, zero beyond the last key.
+  void pack_keys(int64_t head) {
+    const T* from = call_.keys + head * call_.head_stride;
+    for (int64_t n = 0; n < num_keys_; n += kLanes) {
+      for (int i = 0; i < kLanes; ++i) prefetch(from + next_tokens_[n + i]);
+      int64_t word = 0;
+      if (n + kLanes <= num_keys_) {
+        for (; word + kLanes <= depth_; word += kLanes) {
+          Words rows[kLanes];
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) rows[i] = W::load_row(from + tokens_[n + i] + word * W::kPerWord);
+          transpose(rows);
+#pragma GCC unroll 16
+          for (int i = 0; i < kLanes; ++i) store(keys_ + (word + i) * kTileKeys + n, rows[i]);
+        }
+      }
+      for (; word < depth_; word += kLanes) {
+        const int64_t count = std::min<int64_t>(kLanes, depth_ - word);
+        Words rows[kLanes] = {};
+        for (int i = 0; i < kLanes && n + i < num_keys_; ++i) {
+          rows[i] = W::load_row(from + tokens_[n + i] + word * W::kPerWord, count);
+        }
+        transpose(rows);
+        for (int i = 0; i < count; ++i) store(keys_ + (word + i) * kTileKeys + n, rows[i]);
+      }
+    }
+  }
+
+  // values_: [keys / kPerWord, width] words, zero beyond the last key and beyond head_dim.
+  void pack_values(int64_t head) {
+    static constexpr T kZeros[256] = {};
+    const T* from = call_.values + head * call_.head_stride;
+    for (int64_t n = 0; n < num_keys_; n += W::kPerWord) {
+      const T* rows[W::kPerWord];
+      for (int i = 0; i < W::kPerWord; ++i) rows[i] = n + i < num_keys_ ? from + tokens_[n + i] : kZeros;
+      for (int i = 0; i < W::kPerWord; ++i) prefetch(from + next_tokens_[n + i]);
+      W::join_rows(rows, call_.head_dim, values_ + n / W::kPerWord * width_);
+    }
+  }
+
+  // Brings `count` rows up to date with the packed tile of keys that starts at `first_key`.
+  void attend(const Tile& tile, int64_t head, int64_t first, int64_t count, int64_t first_key) {
+    const int64_t last_position = tile.first_position + (first + count - 1) / call_.group;
+    const int64_t first_position = tile.first_position + first / call_.group;
+    if (first_key > last_position || first_key + num_keys_ + call_.window <= first_position + 1) return;
+    const int64_t columns = round_up(num_keys_, kLanes);
+    multiply<W>(count, query_ + (head * max_rows_ + first) * depth_, depth_, keys_, kTileKeys, depth_,
+                nullptr, scores_, kTileKeys, columns);
+    float decay[kTileRows];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t position = tile.first_position + (first + r) / call_.group;
+      const int64_t begin = std::max<int64_t>(0, position + 1 - call_.window - first_key);
+      const int64_t end = std::min(num_keys_, position + 1 - first_key);
+      decay[r] = weigh(r, begin, end, columns, running_[head * max_rows_ + first + r]);
+    }
+    multiply<W>(count, weights_, kTileKeys, values_, width_, (num_keys_ + W::kPerWord - 1) / W::kPerWord,
+                decay, sums_ + (head * max_rows_ + first) * width_, width_, width_);
+  }
+
+  // Turns row r's scores of columns [begin, end) into weights relative to 2^maximum, the others' into 0.
+  // Returns what the sums so far must be multiplied by.
+  float weigh(int64_t r, int64_t begin, int64_t end, int64_t columns, Running& running) {
+    float* scores = scores_ + r * kTileKeys;
+    Floats largest = broadcast(kNegativeInfinity);
+    for (int64_t n = 0; n < columns; n += kLanes) {
+      Floats score = load<Floats>(scores + n);
+      if (call_.softcap > 0) {
+        score = tanh(score * (call_.scale / call_.softcap)) * (call_.softcap * kLog2E);
+      } else {
+        score = score * (call_.scale * kLog2E);
+      }
+      if (n < begin || n + kLanes > end) {
+        Ints column;
+        for (int i = 0; i < kLanes; ++i) column[i] = static_cast<int32_t>(n) + i;
+        const Ints seen = (column >= static_cast<int32_t>(begin)) & (column < static_cast<int32_t>(end));
+        score = seen ? score : broadcast(kNegativeInfinity);
+      }
+      largest = larger(largest, score);
+      store(scores + n, score);
+    }
+    const float maximum = std::max(running.maximum, max_of(largest));
+    const float base = maximum == kNegativeInfinity ? 0.0f : maximum;
+    Floats weight{};
+    for (int64_t n = 0; n < columns; n += kLanes) {
+      const Floats p = exp2(load<Floats>(scores + n) - base);
+      weight += p;
+      W::store_weights(weights_ + r * kTileKeys, n, p);
+    }
+    const float decay = std::exp2(running.maximum - base);
+    running.maximum = maximum;
+    running.weight = running.weight * decay + sum_of(weight);
+    return decay;
+  }
+
+  void finish(const Tile& tile, int64_t head, float* partial_sums, Running* partials) {
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const float* sums = sums_ + (head * max_rows_ + row) * width_;
+      const Running& running = running_[head * max_rows_ + row];
+      if (tile.partial >= 0) {
+        const int64_t slot = tile.partial + head * num_rows_ + row;
+        std::copy_n(sums, call_.head_dim, partial_sums + slot * call_.head_dim);
+        partials[slot] = running;
+        continue;
+      }
+      const int64_t query_head = (tile.first_head + head) * call_.group + row % call_.group;
+      T* to = call_.out + ((tile.first_row + row / call_.group) * call_.num_heads + query_head) * call_.head_dim;
+      const float factor = 1.0f / running.weight;
+      for (int64_t d = 0; d < call_.head_dim; ++d) to[d] = static_cast<T>(sums[d] * factor);
+    }
+  }
+
+  const Call<T>& call_;
+  const int64_t depth_;     // words of a row of queries or keys
+  const int64_t width_;     // columns of a row of values, padded
+  const int64_t max_rows_;  // rows of a tile and key head
+  int64_t num_rows_ = 0, num_keys_ = 0;
+  uint32_t* query_;   // [heads, rows, depth]
+  float* sums_;       // [heads, rows, width]
+  Running* running_;  // [heads, rows]
+  uint32_t* keys_;
+  uint32_t* values_;
+  float* scores_;      // [kTileRows, kTileKeys]
+  uint32_t* weights_;  // [kTileRows, kTileKeys]
+  int64_t next_tokens_[kTileKeys] = {};
+  int64_t tokens_[kTileKeys];  // where each key of the tile starts in the cache, in elements
+};
+
+}  // namespace kvferry

@@ -1,0 +1,98 @@
+"""The receiving half of every transport: checks a block against its reservation and writes it in place.
+
+Check and copy run without an await between them, on the event loop that also frees reservations. So a
+block can never land after its reservation was freed: that is the fence.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import xxhash
+
+from engine.cache import BlockShape, KVCache
+from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
+
+
+class Refusal(Enum):
+    """Why a block was not written."""
+
+    CHECKSUM = auto()
+    GENERATION = auto()
+    SHAPE = auto()
+    DUPLICATE = auto()
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """xxh3-64: catches what the wire, a driver or a faulty memory changed; not a defence against forgery."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """A block on its way: which one, whose, which layers and heads, and its bytes."""
+
+    index: int
+    generation: int
+    checksum: int
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    data: bytes
+
+
+class Receiver:
+    """Fills reservations from whatever transport brings the blocks."""
+
+    def __init__(
+        self, cache: KVCache, table: ReservationTable, on_complete: Callable[[Reservation], None]
+    ) -> None:
+        """`on_complete` takes over a reservation whose last block has landed; it is COMPLETE then."""
+        self.table = table
+        self.refused: Counter[Refusal] = Counter()
+        self.num_blocks_received = 0
+        self._cache = cache
+        self._on_complete = on_complete
+
+    @property
+    def shape(self) -> BlockShape:
+        """The shape of the blocks that it takes."""
+        return self._cache.shape
+
+    def put(self, reservation: Reservation, part: BlockPart) -> Refusal | None:
+        """Writes a block. None when it was taken."""
+        refusal = self._write(reservation, part)
+        if refusal is None:
+            self.num_blocks_received += 1
+            self._complete_if_filled(reservation)
+        else:
+            self.refused[refusal] += 1
+        return refusal
+
+    def end(self, reservation: Reservation, first_token_id: int) -> None:
+        """The writer has sent all it had; `first_token_id` is where decode carries on."""
+        reservation.first_token_id = first_token_id
+        self._complete_if_filled(reservation)
+
+    def _write(self, reservation: Reservation, part: BlockPart) -> Refusal | None:
+        if (
+            reservation.state is not ReservationState.FILLING
+            or part.generation != reservation.lease.generation
+        ):
+            return Refusal.GENERATION
+        shape = self._cache.shape
+        whole = part.layers == (0, shape.num_layers) and part.heads == (0, shape.num_kv_heads)
+        if not whole or part.index >= reservation.num_prompt_blocks or len(part.data) != shape.num_bytes:
+            return Refusal.SHAPE
+        if checksum(part.data) != part.checksum:
+            return Refusal.CHECKSUM
+        if part.index in reservation.checksums:
+            return Refusal.DUPLICATE
+        self._cache.write_block(reservation.block_table[part.index], part.data)
+        reservation.checksums[part.index] = part.checksum
+        return None
+
+    def _complete_if_filled(self, reservation: Reservation) -> None:
+        if reservation.state is ReservationState.FILLING and reservation.is_filled:
+            reservation.state = ReservationState.COMPLETE
+            self._on_complete(reservation)

@@ -1,0 +1,209 @@
+"""The `kvferry` command."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+# Everything else is imported where it is needed, so that --help comes at once.
+if TYPE_CHECKING:
+    from deploy.launch import Addresses
+    from kvferry.results import Prompt
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEMO_PROMPT = "What is the capital of France?"
+
+app = typer.Typer(
+    help="Large language models served by separate prefill and decode pools.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="Fetches models.", no_args_is_help=True, epilog="Example:  kvferry model pull")
+app.add_typer(model_app, name="model")
+
+_Address = Annotated[
+    str, typer.Option(envvar="KVFERRY_ADDRESS", help="host:port of the router's gRPC server.")
+]
+
+
+@app.callback()
+def _end_cleanly() -> None:
+    # As Ctrl-C would, so that what runs is cleaned up.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+@app.command(epilog="Example:  kvferry serve --model ./my-model --prefill 2 --decode 1")
+def serve(
+    config: Annotated[Path | None, typer.Argument(help="A deployment in YAML.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="The demo model's name, a directory or a hub id.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="0 takes a free port.")] = None,
+    http_port: Annotated[int | None, typer.Option(help="0 takes a free port.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16, float16 or float32.")] = None,
+) -> None:
+    """Serve a model until Ctrl-C. Options go before what the file says.
+
+    Joins the Ray cluster that RAY_ADDRESS names; without it, runs on this machine alone.
+    """
+    from deploy import launch
+    from kvferry import config as settings
+
+    overrides = {
+        ("model",): model,
+        ("prefill", "count"): prefill,
+        ("decode", "count"): decode,
+        ("router", "grpc_port"): grpc_port,
+        ("router", "http_port"): http_port,
+        ("prefill", "engine", "dtype"): dtype,
+        ("decode", "engine", "dtype"): dtype,
+    }
+    with _errors():
+        values = settings.load(config).model_dump(exclude_unset=True) if config else {}
+        for path, value in overrides.items():
+            if value is not None:
+                _put(values, path, value)
+        launch.run(settings.parse(values, source="options"), launch.say_with_time())
+
+
+@app.command(epilog='Example:  kvferry generate "What is the capital of France?" --max-tokens 32 --moments')
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    address: _Address = DEFAULT_ADDRESS,
+    stream: Annotated[bool, typer.Option(help="Show tokens as they come, or the whole at the end.")] = True,
+    max_tokens: Annotated[int | None, typer.Option(help="The most tokens to generate.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes the output repeatable.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to go before the prompt.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as plain text, not a chat.")
+    ] = False,
+    moments: Annotated[bool, typer.Option("--moments", help="Show what happened when and where.")] = False,
+) -> None:
+    """Generate text with a running deployment."""
+    from pydantic import ValidationError
+
+    from kvferry.client import ChatMessage, Client, SamplingParams
+
+    if raw and system is not None:
+        _fail("--system is part of a chat: leave out --raw", status=2)
+    given: Prompt = prompt
+    if not raw:
+        given = [ChatMessage("system", system)] if system is not None else []
+        given.append(ChatMessage("user", prompt))
+    try:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    except ValidationError as error:
+        _fail("; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors()), status=2)
+    with _errors(), Client(address) as client, client.generate(given, sampling) as generation:
+        for delta in generation:
+            if stream:
+                _write(delta.text)
+        _write("\n" if stream else generation.result.text + "\n")
+        if moments:
+            _show_moments(generation.result.moments)
+
+
+@app.command(epilog="Example:  kvferry status --address 127.0.0.1:50051")
+def status(address: _Address = DEFAULT_ADDRESS) -> None:
+    """Show the pools of a running deployment: each worker's state, load and blocks."""
+    from rich.console import Console
+
+    from kvferry.client import Client
+    from kvferry.tables import pools_table
+
+    with _errors(), Client(address) as client:
+        Console().print(pools_table(client.list_workers()))
+
+
+@model_app.command(epilog="Example:  KVFERRY_CACHE=/data/kvferry kvferry model pull")
+def pull() -> None:
+    """Fetch the demo model (SmolLM2-135M-Instruct, 93 MB) and convert it, once."""
+    with _errors():
+        sys.stdout.write(f"{_pull_demo_model()}\n")
+
+
+@app.command(epilog="Example:  kvferry demo")
+def demo() -> None:
+    """Bring a prefill and a decode worker up on this machine, ask one question, and end them."""
+    from deploy import launch
+    from kvferry import config as settings
+
+    with _errors():
+        _pull_demo_model()
+        # Free ports, so that it runs beside a deployment.
+        config = settings.parse({"router": {"grpc_port": 0, "http_port": 0}})
+        if not launch.run(config, launch.say_with_time(), _ask_demo_question):
+            raise typer.Exit(128 + signal.SIGINT)
+
+
+async def _ask_demo_question(addresses: "Addresses") -> None:
+    from kvferry.client import AsyncClient, ChatMessage, SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=64)
+    _write(f"\n> {DEMO_PROMPT}\n")
+    async with AsyncClient(addresses.grpc) as client:
+        async with client.generate([ChatMessage("user", DEMO_PROMPT)], sampling) as generation:
+            async for delta in generation:
+                _write(delta.text)
+    _write("\n\n")
+    _show_moments(generation.result.moments)
+
+
+def _pull_demo_model() -> Path:
+    from rich.console import Console
+
+    from engine import demo_model
+    from kvferry import models
+    from kvferry.progress import ProgressBar
+
+    target = models.demo_model_dir()
+    with ProgressBar(Console(stderr=True)) as progress:
+        demo_model.pull(target, progress)
+    return target
+
+
+def _show_moments(moments: Any) -> None:
+    from rich.console import Console
+
+    from kvferry.tables import moments_table
+
+    Console().print(moments_table(moments))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _put(values: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    for key in path[:-1]:
+        values = values.setdefault(key, {})
+    values[path[-1]] = value
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Shows what can go wrong for a user's reasons as one line; all else is a bug and keeps its traceback."""
+    from deploy.launch import LaunchFailed
+    from engine.demo_model import PullFailed
+    from kvferry.config import ConfigError
+    from kvferry.errors import KvferryError
+    from kvferry.models import ModelNotFound
+
+    try:
+        yield
+    except ConfigError as error:
+        _fail(str(error), status=2)
+    except (KvferryError, LaunchFailed, ModelNotFound, PullFailed) as error:
+        _fail(str(error), status=1)
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    sys.stderr.write(f"kvferry: {message}\n")
+    raise typer.Exit(status)

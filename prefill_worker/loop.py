@@ -1,0 +1,225 @@
+"""Chunked prefill: schedule chunks, run them, hand full blocks to the handoff, over and over.
+
+Everything here runs on the worker's event loop but `engine.step`, which runs in a thread of its own. So no
+lock is needed: between two awaits nothing changes. A prompt's blocks are given back when nothing reads or
+writes them any more: after the running step, and after its handoff has ended.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from engine.engine import Chunk, Engine, OutOfMemory, SampledToken
+from engine.finish import FinishReason, finish_reason
+from engine.isolation import step_each
+from kv_transfer.transport import Target, TransferFailed, Transport
+from kvferry.sampling import SamplingParams
+from prefill_worker.handoff import Handoff
+from scheduling.allocator import BlockAllocator
+from scheduling.prefill import PrefillScheduler
+from scheduling.sequence import Scheduled, blocks_for
+from scheduling.sequence import Sequence as TokenSequence
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillFailed(Exception):
+    """The prompt could not be computed; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """What a prefill ends with; `finish_reason` is set when the output ends with it too."""
+
+    token: SampledToken
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True, eq=False)
+class PrefillJob:
+    """One prompt on this worker. Times are the event loop's.
+
+    first_token: set by the loop; `PrefillFailed` or `TransferFailed` where it comes to nothing.
+    handoff: from the first chunk on.
+    """
+
+    sequence: TokenSequence
+    sampling: SamplingParams
+    target: Target
+    started_s: float | None = None
+    handoff: Handoff | None = None
+    first_token: asyncio.Future[FirstToken] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    @property
+    def request_id(self) -> str:
+        """The router's id."""
+        return self.sequence.request_id
+
+    def fail(self, error: Exception) -> None:
+        """Ends the job with an error, unless it has its first token."""
+        if not self.first_token.done():
+            self.first_token.set_exception(error)
+
+
+class PrefillLoop:
+    """Owns what one prefill worker holds. Not thread-safe: call it on its event loop."""
+
+    def __init__(
+        self, engine: Engine, allocator: BlockAllocator, scheduler: PrefillScheduler, transport: Transport
+    ) -> None:
+        self.scheduler = scheduler
+        self.counters: Counter[str] = Counter()
+        self.jobs: dict[str, PrefillJob] = {}
+        self._engine = engine
+        self._allocator = allocator
+        self._transport = transport
+        self._block_size = engine.cache.shape.block_size
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._in_step: set[str] = set()
+        self._free_after_step: set[str] = set()
+        self._releasing: dict[str, asyncio.Task[None]] = {}
+
+    def submit(self, job: PrefillJob) -> bool:
+        """Queues a prompt. False: the queue is full. KeyError: the id is taken."""
+        if job.request_id in self.jobs or job.request_id in self._releasing:
+            raise KeyError(job.request_id)
+        if not self.scheduler.add(job.sequence):
+            self.counters["prefills_refused"] += 1
+            return False
+        self.jobs[job.request_id] = job
+        self._wake.set()
+        return True
+
+    def release(self, job: PrefillJob) -> None:
+        """Ends a job in whatever state it is; its blocks come back as soon as nothing uses them."""
+        if self.jobs.pop(job.request_id, None) is None:
+            return
+        job.first_token.cancel()
+        self.scheduler.remove(job.request_id)
+        task = asyncio.create_task(self._give_back(job))
+        self._releasing[job.request_id] = task
+        task.add_done_callback(lambda _: self._releasing.pop(job.request_id))
+
+    async def run(self) -> None:
+        """Steps while there is work. Ends only when cancelled, or by a fault of ours."""
+        while True:
+            scheduled = self.scheduler.schedule()
+            if scheduled:
+                await self._step(scheduled)
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    async def close(self) -> None:
+        """Ends all jobs and waits for the step that may still run."""
+        for job in list(self.jobs.values()):
+            job.fail(PrefillFailed("the worker is stopping"))
+            self.release(job)
+        await asyncio.gather(*self._releasing.values())
+        self._thread.shutdown()
+
+    async def _give_back(self, job: PrefillJob) -> None:
+        if job.handoff is not None:
+            await job.handoff.abort()
+        if job.request_id in self._in_step:
+            self._free_after_step.add(job.request_id)
+        else:
+            self._allocator.free(job.request_id)
+        self._wake.set()
+
+    async def _step(self, scheduled: Sequence[Scheduled]) -> None:
+        self._in_step = {s.sequence.request_id for s in scheduled}
+        for work in scheduled:
+            self._start(self.jobs[work.sequence.request_id])
+        try:
+            results = await self._compute([self._chunk(s) for s in scheduled])
+        finally:
+            self._in_step = set()
+            for request_id in self._free_after_step:
+                self._allocator.free(request_id)
+            self._free_after_step.clear()
+        if results is None:
+            return
+        self.counters["steps"] += 1
+        self.counters["tokens"] += sum(s.end - s.start for s in scheduled)
+        self.scheduler.advance(scheduled)
+        for work, result in zip(scheduled, results, strict=True):
+            self._advance(work, result)
+
+    def _start(self, job: PrefillJob) -> None:
+        if job.handoff is not None:
+            return
+        job.started_s = asyncio.get_running_loop().time()
+
+        def on_failed(error: TransferFailed) -> None:
+            self.counters["transfers_failed"] += 1
+            job.fail(error)
+
+        num_blocks = blocks_for(job.sequence.num_prompt_tokens, self._block_size)
+        job.handoff = Handoff(self._transport, job.target, num_blocks, on_failed)
+
+    async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None] | None:
+        """One step; None where it ran out of memory and smaller chunks are to be scheduled.
+
+        A step that fails otherwise is run again a chunk at a time, so that only the prompt at fault fails.
+        """
+        run = asyncio.get_running_loop().run_in_executor
+        try:
+            return list(await run(self._thread, self._engine.step, chunks))
+        except OutOfMemory as error:
+            self.counters["steps_out_of_memory"] += 1
+            if self.scheduler.shrink():
+                logger.warning("a step ran out of memory (%s); smaller ones follow", error)
+                return None
+        except Exception as error:  # noqa: BLE001 - any fault of one prompt must not end the others
+            logger.warning("a step of %d prompts failed (%r)", len(chunks), error)
+        return await run(self._thread, step_each, self._engine, chunks)
+
+    def _chunk(self, work: Scheduled) -> Chunk:
+        sequence = work.sequence
+        job = self.jobs[sequence.request_id]
+        return Chunk(
+            sequence.tokens,
+            work.start,
+            work.end,
+            sequence.block_table,
+            sequence.num_prompt_tokens,
+            job.sampling if work.is_last else None,
+        )
+
+    def _advance(self, work: Scheduled, result: SampledToken | Exception | None) -> None:
+        job = self.jobs.get(work.sequence.request_id)
+        if job is None:  # Released while the step ran.
+            return
+        if isinstance(result, Exception):
+            logger.error("%s failed in a prefill step", job.request_id, exc_info=result)
+            job.fail(PrefillFailed(f"prefill step failed: {type(result).__name__}"))
+            return
+        assert job.handoff is not None
+        num_full = work.end // self._block_size
+        if result is None:
+            job.handoff.blocks_ready(work.sequence.block_table, num_full)
+            return
+        # The last block is final though it may not be full.
+        job.handoff.blocks_ready(
+            work.sequence.block_table, blocks_for(work.sequence.num_prompt_tokens, self._block_size)
+        )
+        if not job.first_token.done():
+            job.first_token.set_result(FirstToken(result, self._finish_reason(job, result)))
+
+    def _finish_reason(self, job: PrefillJob, token: SampledToken) -> FinishReason | None:
+        info = self._engine.info
+        return finish_reason(
+            job.sampling,
+            info.eos_token_ids,
+            token_id=token.token_id,
+            num_output_tokens=1,
+            num_tokens=job.sequence.num_prompt_tokens + 1,
+            max_context_tokens=info.max_context_tokens,
+        )

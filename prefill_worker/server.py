@@ -1,0 +1,163 @@
+"""The prefill worker's calls: from protos to the loop and back, and nothing else."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from pydantic import ValidationError
+
+from engine.finish import FinishReason
+from kv_transfer.reservation import Lease
+from kv_transfer.transport import Target, TransferFailed
+from kvferry.sampling import SamplingParams
+from kvferry.v1 import admin_pb2, common_pb2, prefill_pb2_grpc, registry_pb2
+from kvferry.v1 import prefill_pb2 as pb
+from prefill_worker.loop import FirstToken, PrefillFailed, PrefillJob, PrefillLoop
+from rpc.errors import Refused
+from scheduling.allocator import BlockAllocator
+from scheduling.sequence import Sequence
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """PrefillService over a loop."""
+
+    def __init__(self, loop: PrefillLoop) -> None:
+        self._loop = loop
+
+    async def Prefill(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillResponse]:
+        job = self._submit(request)
+        arrived_s = job.sequence.arrived_s
+        deadline_s = arrived_s + request.deadline_s
+        try:
+            # The time-outs are around the waits, never around a yield, where one would strike gRPC's await.
+            async with asyncio.timeout_at(deadline_s):
+                first = await job.first_token
+            yield pb.PrefillResponse(first_token=_first_token(job, first))
+            if first.finish_reason is not None:
+                return
+            handoff = job.handoff
+            assert handoff is not None
+            async with asyncio.timeout_at(deadline_s):
+                ended_s = await handoff.finish(first.token.token_id)
+            yield pb.PrefillResponse(
+                handed_off=pb.HandedOff(transfer_ended_s=ended_s - arrived_s, num_bytes=handoff.num_bytes)
+            )
+        except TimeoutError:
+            raise Refused(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"deadline exceeded while {stage(job)}"
+            ) from None
+        except TransferFailed as error:
+            raise Refused(
+                grpc.StatusCode.UNAVAILABLE, f"KV transfer to {job.target.address}: {error}"
+            ) from error
+        except PrefillFailed as error:
+            raise Refused(grpc.StatusCode.INTERNAL, str(error)) from error
+        finally:
+            self._loop.release(job)
+
+    def _submit(self, request: pb.PrefillRequest) -> PrefillJob:
+        job = _from_proto(request)
+        try:
+            accepted = self._loop.submit(job)
+        except KeyError as error:
+            raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {error} is held already") from error
+        if not accepted:
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill queue is full")
+        return job
+
+
+def _from_proto(request: pb.PrefillRequest) -> PrefillJob:
+    if not request.request_id or not request.prompt_token_ids:
+        field = "prompt_token_ids" if request.request_id else "request_id"
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+    try:
+        sampling = SamplingParams.from_message(request.sampling)
+    except ValidationError as error:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+    tokens = list(request.prompt_token_ids)
+    lease = request.target.lease
+    return PrefillJob(
+        sequence=Sequence(
+            request_id=request.request_id,
+            tokens=tokens,
+            num_prompt_tokens=len(tokens),
+            priority=request.priority,
+            arrived_s=asyncio.get_running_loop().time(),
+        ),
+        sampling=sampling,
+        target=Target(
+            request.target.address, Lease(lease.request_id, lease.epoch, lease.generation, lease.secret)
+        ),
+    )
+
+
+def _first_token(job: PrefillJob, first: FirstToken) -> pb.FirstToken:
+    now_s = asyncio.get_running_loop().time()
+    arrived_s = job.sequence.arrived_s
+    assert job.started_s is not None
+    message = pb.FirstToken(
+        token_id=first.token.token_id,
+        finish_reason=_reason_name(first.finish_reason),
+        prefill_started_s=job.started_s - arrived_s,
+        first_token_s=now_s - arrived_s,
+    )
+    if job.handoff is not None and job.handoff.started_s is not None:
+        message.transfer_started_s = job.handoff.started_s - arrived_s
+    if first.token.logprob is not None:
+        message.logprobs.logprob = first.token.logprob
+        for token_id, logprob in first.token.top_logprobs:
+            message.logprobs.top.add(token_id=token_id, logprob=logprob)
+    return message
+
+
+def _reason_name(reason: FinishReason | None) -> str:
+    return f"FINISH_REASON_{reason.name}" if reason else "FINISH_REASON_UNSPECIFIED"
+
+
+def stage(job: PrefillJob) -> str:
+    """Where a job stands: WAITING, PREFILLING or HANDING_OFF."""
+    if job.first_token.done():
+        return "HANDING_OFF"
+    return "WAITING" if job.started_s is None else "PREFILLING"
+
+
+def load_report(loop: PrefillLoop, allocator: BlockAllocator) -> registry_pb2.LoadReport:
+    """What the router is told at every heartbeat."""
+    scheduler = loop.scheduler
+    return registry_pb2.LoadReport(
+        blocks=block_counts(allocator),
+        num_waiting=scheduler.num_waiting,
+        num_running=len(loop.jobs) - scheduler.num_waiting,
+        num_pending_tokens=scheduler.num_pending_tokens,
+        counters={name: float(value) for name, value in loop.counters.items()},
+    )
+
+
+def block_counts(allocator: BlockAllocator) -> common_pb2.BlockCounts:
+    """Who holds how many blocks."""
+    counts = allocator.counts
+    return common_pb2.BlockCounts(
+        free=counts.free, reserved=counts.reserved, running=counts.running, total=counts.total
+    )
+
+
+def audit(loop: PrefillLoop, allocator: BlockAllocator) -> admin_pb2.AuditResponse:
+    """Everything that is held here, after the conservation law was checked."""
+    allocator.check()
+    now_s = asyncio.get_running_loop().time()
+    held = allocator.holdings()
+    holdings = []
+    for request_id in sorted({*held, *loop.jobs}):
+        job = loop.jobs.get(request_id)
+        holdings.append(
+            admin_pb2.Holding(
+                request_id=request_id,
+                state=stage(job) if job else "RELEASING",
+                num_blocks=held[request_id][1] if request_id in held else 0,
+                age_s=now_s - job.sequence.arrived_s if job else 0,
+            )
+        )
+    return admin_pb2.AuditResponse(blocks=block_counts(allocator), holdings=holdings)

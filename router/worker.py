@@ -1,0 +1,85 @@
+"""A worker as the router knows it: what it said of itself, its load, and what was sent to it since."""
+
+import asyncio
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvferry.v1 import common_pb2, registry_pb2
+from router.inbox import Inbox, NewToken
+from scheduling import compatibility
+from scheduling.placement import DecodeSnapshot, PrefillSnapshot
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One incarnation of a worker, from its registration until its stream ends.
+
+    Work is counted from its dispatch, because a report is up to a heartbeat old: placement would else send
+    a whole burst to the worker that was idle when it last reported.
+    """
+
+    registration: registry_pb2.Registration
+    group: Hashable
+    load: registry_pb2.LoadReport = field(default_factory=registry_pb2.LoadReport)
+    reported_s: float = 0.0
+    incompatible: str = ""
+    num_requests: int = 0
+    num_dispatched_tokens: int = 0
+    num_dispatched_blocks: int = 0
+    inboxes: dict[int, Inbox] = field(default_factory=dict)
+    standing_changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def worker_id(self) -> str:
+        """Its name in the deployment."""
+        return self.registration.worker_id
+
+    @property
+    def is_prefill(self) -> bool:
+        """Which pool it is in."""
+        return self.registration.role == common_pb2.ROLE_PREFILL
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in its cache."""
+        return self.registration.capabilities.num_blocks
+
+    def capabilities(self) -> Mapping[str, object]:
+        """All it said of itself, by field name."""
+        message = self.registration.capabilities
+        return {f.name: getattr(message, f.name) for f in message.DESCRIPTOR.fields}
+
+    def take_report(self, load: registry_pb2.LoadReport, now_s: float) -> None:
+        """Its newest load: what was dispatched before is in it."""
+        self.load = load
+        self.reported_s = now_s
+        self.num_dispatched_blocks = 0
+
+    def take_step(self, step: registry_pb2.StepUpdate) -> None:
+        """Hands each token and each end to the request that it is for; the router may have dropped it."""
+        logprobs = {entry.row: entry.logprobs for entry in step.logprobs}
+        rows = zip(step.generations, step.output_indices, step.token_ids, strict=True)
+        for row, (generation, index, token_id) in enumerate(rows):
+            if inbox := self.inboxes.get(generation):
+                inbox.put(NewToken(index, token_id, logprobs.get(row)))
+        for ended in step.ended:
+            if inbox := self.inboxes.get(ended.generation):
+                inbox.put(ended)
+
+    def prefill_snapshot(self) -> PrefillSnapshot:
+        """Its load for placement."""
+        pending = max(self.load.num_pending_tokens, self.num_dispatched_tokens)
+        num_requests = max(self.load.num_waiting + self.load.num_running, self.num_requests)
+        return PrefillSnapshot(self.worker_id, self.group, pending, num_requests, self.num_blocks)
+
+    def decode_snapshot(self) -> DecodeSnapshot:
+        """Its load for placement."""
+        num_requests = max(self.load.num_waiting + self.load.num_running, self.num_requests)
+        num_free = max(0, self.load.blocks.free - self.num_dispatched_blocks)
+        return DecodeSnapshot(self.worker_id, self.group, num_requests, num_free, self.num_blocks)
+
+
+def group_of(capabilities: Any) -> Hashable:
+    """The compatibility group of a Capabilities message."""
+    return compatibility.group({name: getattr(capabilities, name) for name in compatibility.FIELDS})

@@ -1,0 +1,43 @@
+"""Client channels: one for each peer, all with the same limits."""
+
+import grpc
+
+# A peer's own errors and chunks of tokens are small; only KV blocks need more, and say so.
+DEFAULT_MAX_MESSAGE_BYTES = 4 * 2**20
+
+
+def options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Channel and server options: message limits, quick reconnection, no proxy between peers."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+class Channels:
+    """Keeps one channel open to each address. Not thread-safe."""
+
+    def __init__(self, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+        self._options = options(max_message_bytes)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` (host:port), opened at first use."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address, options=self._options)
+        return channel
+
+    async def drop(self, address: str) -> None:
+        """Closes the channel to a peer that is gone, with every call on it."""
+        if channel := self._channels.pop(address, None):
+            await channel.close(None)
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        for address in list(self._channels):
+            await self.drop(address)

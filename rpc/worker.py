@@ -1,0 +1,61 @@
+"""What every worker is on the network: a server, an epoch, and a membership in its routers."""
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from kvferry.v1 import admin_pb2, admin_pb2_grpc, registry_pb2
+from rpc.membership import Membership
+from rpc.server import GrpcServer
+
+# Calls that still run when a worker stops get so long to end; the router is told at once.
+STOP_GRACE_S = 0.5
+
+
+def new_epoch() -> int:
+    """Names one incarnation of a worker: 63 random bits, never 0."""
+    return secrets.randbits(63) | 1
+
+
+class WorkerServer:
+    """Serves a worker's calls and keeps it joined to its routers."""
+
+    def __init__(
+        self,
+        registration: registry_pb2.Registration,
+        server: GrpcServer,
+        load: Callable[[], registry_pb2.LoadReport],
+        audit: Callable[[], admin_pb2.AuditResponse],
+        take_step: Callable[[str], registry_pb2.StepUpdate | None],
+        on_router_lost: Callable[[str], None],
+    ) -> None:
+        """`registration` lacks only the address. The other arguments: see `Membership`."""
+        self._registration = registration
+        self._server = server
+        self.membership = Membership(registration, load, take_step, on_router_lost)
+        servicer = _WorkerServicer(audit)
+        server.add("kvferry.v1.WorkerService", servicer, admin_pb2_grpc.add_WorkerServiceServicer_to_server)
+
+    async def start(self, host: str, routers: Iterable[str]) -> str:
+        """Serves on a free port of `host` and joins the routers; returns the address."""
+        port = await self._server.start(host, 0)
+        self._registration.address = f"{host}:{port}"
+        self.membership.set_routers(routers)
+        return self._registration.address
+
+    async def stop(self) -> None:
+        """Leaves the routers and ends all calls."""
+        await self.membership.stop()
+        await self._server.stop(STOP_GRACE_S)
+
+
+class _WorkerServicer(admin_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, audit: Callable[[], admin_pb2.AuditResponse]) -> None:
+        self._audit = audit
+
+    async def Audit(
+        self, request: admin_pb2.AuditRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.AuditResponse:
+        return self._audit()

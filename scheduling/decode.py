@@ -1,0 +1,229 @@
+"""Which sequences decode in the next step, and which give up their blocks so that the others can.
+
+    reserve -> reserved --admit--> running <--resume-- preempted
+               (allocator)            |   --preempt-->    |
+                                      +----- remove ------+
+
+Every step takes the running sequences in the order of their rank: higher priority first, then older.
+Each grows by the block that its next token needs. When none is free, the lowest-ranked running
+sequence is preempted: it loses its blocks and its KV, and keeps its tokens. When enough blocks are free
+again it resumes and recomputes them, in chunks beside the decode rows. So the highest-ranked running
+sequence advances in every step, and all finish.
+
+Reservations are the allocator's: the loop that drops one frees its blocks there.
+"""
+
+from dataclasses import dataclass
+
+from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.sequence import Scheduled, Sequence, blocks_for
+from scheduling.step_limit import MIN_STEP_TOKENS, StepLimit
+
+# Requests that may hold blocks, in batches: while one batch runs the next may be on its way. More
+# would have their first token early and then wait long for the second.
+_MAX_HELD_BATCHES = 2
+
+# At most one part in so many of the blocks is kept back for growth. In simulated overload that lets as
+# few sequences be preempted soon after they resume as no bound does; half as much lets many.
+_WATERMARK_SHARE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One step.
+
+    scheduled: decode rows (one token each), then chunks to recompute; both by rank. It may be empty
+        while preempted sequences wait for blocks that are reserved.
+    preempted: the sequences that lost their blocks to it.
+    outgrown: sequences that need more blocks than the cache has, which the router's check should have
+        kept out. They have left the scheduler; the loop ends them with an error and frees their blocks.
+    """
+
+    scheduled: list[Scheduled]
+    preempted: list[Sequence]
+    outgrown: list[Sequence]
+
+
+class DecodeScheduler:
+    """Shares a decode worker's blocks and steps among its sequences.
+
+    Not thread-safe. The loop: `schedule`, run the step, then `advance` each row.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, max_batch_size: int, max_step_tokens: int
+    ) -> None:
+        """max_batch_size: decode rows of a step. max_step_tokens: its rows and recomputed tokens."""
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
+        self._allocator = allocator
+        self._total = allocator.counts.total
+        self._block_size = block_size
+        self._max_batch_size = max_batch_size
+        self._limit = StepLimit(max_step_tokens)
+        self._running: dict[str, Sequence] = {}
+        self._preempted: dict[str, Sequence] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and decode or recompute."""
+        return len(self._running)
+
+    @property
+    def num_preempted(self) -> int:
+        """Sequences that wait for blocks to resume."""
+        return len(self._preempted)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is here."""
+        return bool(self._running or self._preempted)
+
+    def reserve(self, request_id: str, num_prompt_tokens: int) -> list[int] | None:
+        """Blocks, in order, for a prompt and its first output token; None where there is no room now.
+
+        No room while preempted sequences wait (they come first), while two batches hold blocks, or
+        where less than the watermark would stay free. A request that fits an empty worker gets its
+        blocks there. Raises KeyError where the request is here or holds blocks.
+        """
+        if request_id in self._preempted or self._allocator.holds(request_id):
+            raise KeyError(f"{request_id} is here already")
+        num_blocks = blocks_for(num_prompt_tokens + 1, self._block_size)
+        if self._preempted or self._allocator.num_owners >= _MAX_HELD_BATCHES * self._max_batch_size:
+            return None
+        if not self._has_room(num_blocks):
+            return None
+        return self._allocator.allocate(request_id, num_blocks, BlockState.RESERVED)
+
+    def admit(self, sequence: Sequence) -> None:
+        """The reservation is complete: the sequence joins at the next step.
+
+        It has its block table, its prompt computed and its first output token. Raises KeyError where it
+        holds no reserved blocks, ValueError where its KV is not what its tokens need.
+        """
+        if sequence.remaining != 1:
+            raise ValueError(f"{sequence.request_id} has {sequence.remaining} tokens to compute, not 1")
+        num_blocks = self._num_blocks(sequence)
+        if len(sequence.block_table) < num_blocks:
+            raise ValueError(
+                f"{sequence.request_id} has {len(sequence.block_table)} blocks and needs {num_blocks}"
+            )
+        self._allocator.commit(sequence.request_id)
+        self._running[sequence.request_id] = sequence
+
+    def schedule(self) -> DecodePlan:
+        """The next step; grows block tables, preempts and resumes."""
+        outgrown = [
+            sequence for sequence in self._running.values() if self._num_blocks(sequence) > self._total
+        ]
+        for sequence in outgrown:
+            del self._running[sequence.request_id]
+        rows, preempted = self._decode_rows()
+        # What was just taken is lacking still.
+        if not preempted:
+            self._resume()
+        chunks = self._recompute_chunks(num_rows=len(rows))
+        return DecodePlan(rows + chunks, preempted, outgrown)
+
+    def advance(self, scheduled: Scheduled, token_id: int | None) -> None:
+        """A row of the step has run: its tokens are computed, and `token_id` was sampled if it was the last.
+
+        A sequence removed meanwhile is passed by. Raises ValueError for a token where none is due, or
+        for none where one is.
+        """
+        sequence = scheduled.sequence
+        if self._running.get(sequence.request_id) is not sequence:
+            return
+        if scheduled.is_last != (token_id is not None):
+            due = "a token is" if scheduled.is_last else "no token is"
+            raise ValueError(f"{sequence.request_id}: {due} due, and {token_id} was sampled")
+        sequence.num_computed = scheduled.end
+        if token_id is not None:
+            sequence.tokens.append(token_id)
+
+    def remove(self, request_id: str) -> Sequence | None:
+        """Forgets a sequence, running or preempted; None where it is not here (any more).
+
+        Frees no blocks: a running step may still write them. The loop frees them after that step.
+        """
+        return self._running.pop(request_id, None) or self._preempted.pop(request_id, None)
+
+    def shrink(self) -> bool:
+        """The last step ran out of memory: the next recomputes at most half as much. False at the floor.
+
+        Also False where it recomputed nothing: decode rows are not cut.
+        """
+        return self._limit.shrink()
+
+    def _decode_rows(self) -> tuple[list[Scheduled], list[Sequence]]:
+        ranked = sorted(self._running.values(), key=lambda sequence: sequence.rank)
+        rows: list[Scheduled] = []
+        preempted: list[Sequence] = []
+        position = 0
+        # `ranked` loses victims at its end meanwhile: all of them rank below the rows so far.
+        while position < len(ranked) and len(rows) < self._max_batch_size:
+            sequence = ranked[position]
+            position += 1
+            if sequence.remaining != 1:
+                continue
+            while not self._grow(sequence):
+                victim = ranked.pop()
+                self._preempt(victim)
+                preempted.append(victim)
+                if victim is sequence:
+                    break
+            else:
+                rows.append(Scheduled(sequence, sequence.num_computed, len(sequence.tokens)))
+        return rows, preempted
+
+    def _grow(self, sequence: Sequence) -> bool:
+        num_lacking = self._num_blocks(sequence) - len(sequence.block_table)
+        if num_lacking <= 0:
+            return True
+        blocks = self._allocator.allocate(sequence.request_id, num_lacking, BlockState.RUNNING)
+        if blocks is None:
+            return False
+        sequence.block_table.extend(blocks)
+        return True
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        return blocks_for(len(sequence.tokens), self._block_size)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence.request_id]
+        self._allocator.free(sequence.request_id)
+        sequence.num_computed = 0
+        sequence.block_table = []
+        self._preempted[sequence.request_id] = sequence
+
+    def _resume(self) -> None:
+        for sequence in sorted(self._preempted.values(), key=lambda sequence: sequence.rank):
+            num_blocks = min(blocks_for(len(sequence.tokens) + 1, self._block_size), self._total)
+            if not self._has_room(num_blocks):
+                return  # Smaller ones behind it wait too, or it might wait for ever.
+            blocks = self._allocator.allocate(sequence.request_id, num_blocks, BlockState.RUNNING)
+            assert blocks is not None
+            sequence.block_table = blocks
+            self._running[sequence.request_id] = self._preempted.pop(sequence.request_id)
+
+    def _has_room(self, num_blocks: int) -> bool:
+        """Whether the watermark stays free: a block for each owner's growth, up to a share of all.
+
+        Without it a newcomer would have to be preempted as soon as the others grow. Nothing is kept back
+        where nobody holds a block.
+        """
+        watermark = min(self._allocator.num_owners, self._total // _WATERMARK_SHARE)
+        return num_blocks + watermark <= self._allocator.num_free
+
+    def _recompute_chunks(self, num_rows: int) -> list[Scheduled]:
+        # At least the smallest step, however many rows there are: resumed sequences always get on.
+        budget = max(self._limit.tokens - num_rows, MIN_STEP_TOKENS)
+        chunks: list[Scheduled] = []
+        for sequence in sorted(self._running.values(), key=lambda sequence: sequence.rank):
+            num_tokens = min(sequence.remaining, budget)
+            if sequence.remaining == 1 or num_tokens == 0:
+                continue
+            chunks.append(Scheduled(sequence, sequence.num_computed, sequence.num_computed + num_tokens))
+            budget -= num_tokens
+        self._limit.begin(sum(chunk.end - chunk.start for chunk in chunks))
+        return chunks

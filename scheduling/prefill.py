@@ -1,0 +1,198 @@
+"""Which prompts are computed in the next step, and how much of each.
+
+    add -> waiting --first chunk, all blocks--> running --last chunk--> gone; the blocks stay held
+              |                                    |                    until the loop frees them
+              +------------- remove ---------------+
+
+A step has a budget of tokens. It goes to the classes of priority in strict order, the higher first.
+Within a class the shortest remaining prompt goes first, so a short prompt waits for at most the one
+step that was running when it came; a quarter goes to the oldest before that, so that no prompt waits
+for ever behind shorter ones.
+
+A prompt gets the blocks for all its tokens when it starts, so two half-computed prompts never wait for
+each other's. While the best candidate lacks blocks, smaller ones behind it may start, but only
+MAX_PASSED_OVER of them: then nobody behind it starts until it has, the running ones drain, and their
+blocks are enough for it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.sequence import Scheduled, Sequence, blocks_for
+from scheduling.step_limit import StepLimit
+
+# How many prompts may start before a better one that lacks blocks. Enough to keep the device busy
+# while memory drains; few enough that the wait they add is that of a handful of prompts.
+MAX_PASSED_OVER = 8
+
+# The oldest prompt of a class gets one part in so many of the class's budget.
+_OLDEST_SHARE = 4
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    sequence: Sequence
+    # Fixed on arrival: a token sampled after the last chunk is not the prefill's to compute.
+    num_tokens: int
+    num_passed_over: int = 0
+
+    @property
+    def remaining(self) -> int:
+        return self.num_tokens - self.sequence.num_computed
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is planned. `lacking` is the best candidate that found too few free blocks."""
+
+    budget: int
+    shares: dict[_Prompt, int] = field(default_factory=dict)
+    lacking: _Prompt | None = None
+
+
+class PrefillScheduler:
+    """Shares each step's budget among prompts, and the blocks among those that start.
+
+    Not thread-safe. The loop: `schedule`, run the step, then `advance`, or `shrink` where the step ran
+    out of memory (nothing has advanced then; the next `schedule` plans the same work smaller).
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, block_size: int, max_step_tokens: int, max_waiting: int
+    ) -> None:
+        """max_step_tokens: a step's budget. max_waiting: prompts that may wait to be started.
+
+        The wait is bounded because a prompt that would wait long is better off on another worker, which
+        the router can only try if it hears at once.
+        """
+        self._allocator = allocator
+        self._block_size = block_size
+        self._limit = StepLimit(max_step_tokens)
+        self._max_waiting = max_waiting
+        self._waiting: dict[str, _Prompt] = {}
+        self._running: dict[str, _Prompt] = {}
+        self._num_pending_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that have not started."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Prompts that have started and still have tokens to compute."""
+        return len(self._running)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens still to compute, over all prompts."""
+        return self._num_pending_tokens
+
+    def add(self, sequence: Sequence) -> bool:
+        """Queues a sequence; False where `max_waiting` wait already.
+
+        Raises KeyError where the request is here or holds blocks, ValueError where it has nothing to
+        compute or needs more blocks than there are: it would wait for ever.
+        """
+        request_id = sequence.request_id
+        if request_id in self._waiting or self._allocator.holds(request_id):
+            raise KeyError(f"{request_id} is here already")
+        prompt = _Prompt(sequence, len(sequence.tokens))
+        if prompt.remaining < 1:
+            raise ValueError(f"{request_id} has no tokens to compute")
+        num_blocks = blocks_for(prompt.num_tokens, self._block_size)
+        total = self._allocator.counts.total
+        if num_blocks > total:
+            raise ValueError(f"{request_id} needs {num_blocks} blocks, and there are {total}")
+        if len(self._waiting) >= self._max_waiting:
+            return False
+        self._waiting[request_id] = prompt
+        self._num_pending_tokens += prompt.remaining
+        return True
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step's chunks, at most one of a sequence; empty where nothing can run now.
+
+        Allocates the blocks of the sequences that start and fills in their block tables.
+        """
+        step = _Step(self._limit.tokens)
+        for prompts in self._classes():
+            oldest = min(prompts, key=lambda prompt: prompt.sequence.age)
+            self._grant(step, oldest, -(-step.budget // _OLDEST_SHARE))
+            for prompt in sorted(prompts, key=lambda prompt: (prompt.remaining, prompt.sequence.age)):
+                self._grant(step, prompt, prompt.remaining)
+        self._limit.begin(sum(step.shares.values()))
+        return [
+            Scheduled(prompt.sequence, prompt.sequence.num_computed, prompt.sequence.num_computed + share)
+            for prompt, share in step.shares.items()
+        ]
+
+    def advance(self, scheduled: Iterable[Scheduled]) -> None:
+        """The step has run: its tokens are computed.
+
+        A sequence with no more to compute leaves the scheduler and keeps its blocks, which the loop
+        frees once the decode worker has acknowledged them. One removed meanwhile is passed by.
+        """
+        for chunk in scheduled:
+            sequence = chunk.sequence
+            prompt = self._running.get(sequence.request_id)
+            if prompt is None or prompt.sequence is not sequence:
+                continue
+            self._num_pending_tokens -= chunk.end - sequence.num_computed
+            sequence.num_computed = chunk.end
+            if prompt.remaining == 0:
+                del self._running[sequence.request_id]
+
+    def remove(self, request_id: str) -> Sequence | None:
+        """Forgets a sequence, waiting or running; None where it is not here (any more).
+
+        Frees no blocks: a running step may still write them. The loop frees them after that step.
+        """
+        prompt = self._waiting.pop(request_id, None) or self._running.pop(request_id, None)
+        if prompt is None:
+            return None
+        self._num_pending_tokens -= prompt.remaining
+        return prompt.sequence
+
+    def shrink(self) -> bool:
+        """The last step ran out of memory: the next is at most half as large. False at the floor.
+
+        The limit doubles again after a run of good steps; `step_limit.py` has the numbers. On False the
+        loop fails the step's sequences: memory is short of something that chunks do not govern.
+        """
+        return self._limit.shrink()
+
+    def _classes(self) -> list[list[_Prompt]]:
+        classes: dict[int, list[_Prompt]] = {}
+        for prompts in (self._running, self._waiting):
+            for prompt in prompts.values():
+                classes.setdefault(prompt.sequence.priority, []).append(prompt)
+        return [classes[priority] for priority in sorted(classes, reverse=True)]
+
+    def _grant(self, step: _Step, prompt: _Prompt, max_tokens: int) -> None:
+        """Gives a prompt at most so many tokens of the step, and its blocks where it starts with them."""
+        share = step.shares.get(prompt, 0)
+        num_tokens = min(max_tokens, prompt.remaining - share, step.budget)
+        if num_tokens == 0:
+            return
+        if prompt.sequence.request_id in self._waiting and not self._start(prompt, step):
+            return
+        step.shares[prompt] = share + num_tokens
+        step.budget -= num_tokens
+
+    def _start(self, prompt: _Prompt, step: _Step) -> bool:
+        better = step.lacking
+        if better is not None and better.num_passed_over >= MAX_PASSED_OVER:
+            return False
+        request_id = prompt.sequence.request_id
+        num_blocks = blocks_for(prompt.num_tokens, self._block_size)
+        table = self._allocator.allocate(request_id, num_blocks, BlockState.RUNNING)
+        if table is None:
+            step.lacking = better or prompt
+            return False
+        if better is not None:
+            better.num_passed_over += 1
+        prompt.sequence.block_table = table
+        self._running[request_id] = self._waiting.pop(request_id)
+        return True

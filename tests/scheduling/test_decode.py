@@ -1,0 +1,339 @@
+"""The policy of decode, in exact numbers."""
+
+import pytest
+
+from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.decode import DecodeScheduler
+from scheduling.sequence import Sequence
+
+BLOCK_SIZE = 4
+
+
+class Worker:
+    """A decode worker's loop without an engine: token n of an output is n."""
+
+    def __init__(self, num_blocks=100, max_batch_size=8, max_step_tokens=64):
+        self.allocator = BlockAllocator(num_blocks)
+        self.scheduler = DecodeScheduler(self.allocator, BLOCK_SIZE, max_batch_size, max_step_tokens)
+
+    def admit(self, request_id, num_prompt_tokens, *, at=0.0, priority=0):
+        table = self.scheduler.reserve(request_id, num_prompt_tokens)
+        assert table is not None
+        return self.complete(request_id, num_prompt_tokens, table, at=at, priority=priority)
+
+    def complete(self, request_id, num_prompt_tokens, table, *, at=0.0, priority=0):
+        sequence = Sequence(
+            request_id,
+            [0] * (num_prompt_tokens + 1),
+            num_prompt_tokens,
+            priority,
+            at,
+            table,
+            num_prompt_tokens,
+        )
+        self.scheduler.admit(sequence)
+        return sequence
+
+    def step(self):
+        """Runs one step: {request: (start, end)} of what was computed, and the names of the preempted."""
+        plan = self.scheduler.schedule()
+        for row in plan.scheduled:
+            assert len(row.sequence.block_table) * BLOCK_SIZE >= row.end
+            self.scheduler.advance(row, row.sequence.num_output_tokens if row.is_last else None)
+        self.allocator.check()
+        got = {row.sequence.request_id: (row.start, row.end) for row in plan.scheduled}
+        return got, [s.request_id for s in plan.preempted]
+
+    def end(self, request_id):
+        assert self.scheduler.remove(request_id) is not None
+        self.allocator.free(request_id)
+
+
+class TestReserve:
+    @pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(1, 1), (3, 1), (4, 2), (7, 2), (8, 3)])
+    def test_it_takes_the_prompt_and_its_first_growth(self, num_prompt_tokens, num_blocks):
+        worker = Worker()
+        assert len(worker.scheduler.reserve("a", num_prompt_tokens)) == num_blocks
+        assert worker.allocator.holdings() == {"a": (BlockState.RESERVED, num_blocks)}
+
+    def test_what_fits_an_empty_worker_is_taken(self):
+        worker = Worker(num_blocks=16)
+        assert worker.scheduler.reserve("a", 16 * BLOCK_SIZE) is None
+        assert len(worker.scheduler.reserve("a", 16 * BLOCK_SIZE - 1)) == 16
+
+    def test_a_block_for_each_owner_is_kept_back_up_to_an_eighth(self):
+        worker = Worker(num_blocks=16)
+        assert worker.scheduler.reserve("a", 4 * BLOCK_SIZE - 1)
+        assert worker.scheduler.reserve("b", 12 * BLOCK_SIZE - 1) is None
+        assert worker.scheduler.reserve("b", 4 * BLOCK_SIZE - 1)
+        assert worker.scheduler.reserve("c", 4 * BLOCK_SIZE - 1)
+        assert worker.scheduler.reserve("d", 3 * BLOCK_SIZE - 1) is None
+        assert worker.scheduler.reserve("d", 2 * BLOCK_SIZE - 1)
+
+    def test_a_dropped_reservation_leaves_nothing(self):
+        worker = Worker(num_blocks=4)
+        worker.scheduler.reserve("a", 4 * BLOCK_SIZE - 1)
+        worker.allocator.free("a")
+        assert worker.scheduler.reserve("b", 4 * BLOCK_SIZE - 1)
+        assert not worker.scheduler.has_work
+
+    def test_at_most_two_batches_hold_blocks(self):
+        worker = Worker(max_batch_size=2)
+        tables = [worker.scheduler.reserve(str(i), 1) for i in range(5)]
+        assert [table is not None for table in tables] == [True] * 4 + [False]
+
+    def test_a_request_reserves_once(self):
+        worker = Worker()
+        worker.scheduler.reserve("a", 1)
+        with pytest.raises(KeyError, match="a is here already"):
+            worker.scheduler.reserve("a", 1)
+
+
+class TestAdmit:
+    def test_it_joins_at_the_next_step_with_its_first_output_token(self):
+        worker = Worker()
+        worker.admit("a", 5)
+        assert worker.allocator.holdings() == {"a": (BlockState.RUNNING, 2)}
+        assert worker.step() == ({"a": (5, 6)}, [])
+        worker.admit("b", 2)
+        assert worker.step() == ({"a": (6, 7), "b": (2, 3)}, [])
+
+    def test_without_a_reservation_it_is_refused(self):
+        worker = Worker()
+        with pytest.raises(KeyError, match="a holds no blocks"):
+            worker.complete("a", 1, [0])
+        assert not worker.scheduler.has_work
+
+    def test_an_incomplete_sequence_is_refused_and_stays_reserved(self):
+        worker = Worker()
+        table = worker.scheduler.reserve("a", 4)
+        with pytest.raises(ValueError, match="a has 2 tokens to compute"):
+            worker.scheduler.admit(Sequence("a", [0] * 5, 4, 0, 0.0, table, 3))
+        with pytest.raises(ValueError, match="a has 1 blocks and needs 2"):
+            worker.scheduler.admit(Sequence("a", [0] * 5, 4, 0, 0.0, table[:1], 4))
+        assert worker.allocator.holdings() == {"a": (BlockState.RESERVED, 2)}
+
+
+class TestRows:
+    def test_the_batch_is_bounded_and_ranked(self):
+        worker = Worker(max_batch_size=2)
+        worker.admit("young", 1, at=3)
+        worker.admit("old", 1, at=1)
+        worker.admit("high", 1, at=9, priority=1)
+        assert list(worker.step()[0]) == ["high", "old"]
+        worker.end("high")
+        assert list(worker.step()[0]) == ["old", "young"]
+
+    def test_equal_ages_are_ranked_by_id(self):
+        worker = Worker(max_batch_size=1)
+        worker.admit("b", 1)
+        worker.admit("a", 1)
+        assert list(worker.step()[0]) == ["a"]
+
+    def test_tables_grow_by_a_block_when_the_last_is_full(self):
+        worker = Worker()
+        sequence = worker.admit("a", 3)
+        sizes = []
+        for _ in range(6):
+            worker.step()
+            sizes.append(len(sequence.block_table))
+        assert sizes == [1, 2, 2, 2, 2, 3]
+
+    def test_tokens_are_appended_in_order(self):
+        worker = Worker()
+        sequence = worker.admit("a", 2)
+        for _ in range(4):
+            worker.step()
+        assert sequence.tokens == [0, 0, 0, 1, 2, 3, 4]
+        assert (sequence.num_computed, sequence.remaining) == (6, 1)
+
+    @pytest.mark.parametrize(("num_rows", "token_id"), [(1, None), (0, 5)])
+    def test_a_token_comes_when_it_is_due_and_only_then(self, num_rows, token_id):
+        worker = Worker(num_blocks=9, max_step_tokens=1)
+        sequence = worker.admit("a", 30)
+        if not num_rows:  # Preempted and resumed, so that its step is a chunk that is not its last.
+            worker.scheduler._preempt(sequence)
+        (row,) = worker.scheduler.schedule().scheduled
+        assert row.is_last == bool(num_rows)
+        with pytest.raises(ValueError, match="due"):
+            worker.scheduler.advance(row, token_id)
+
+    def test_a_sequence_removed_during_its_step_is_passed_by(self):
+        worker = Worker()
+        sequence = worker.admit("a", 2)
+        (row,) = worker.scheduler.schedule().scheduled
+        assert worker.scheduler.remove("a") is sequence
+        worker.scheduler.advance(row, 1)
+        assert sequence.tokens == [0, 0, 0]
+        assert worker.allocator.holdings() == {"a": (BlockState.RUNNING, 1)}
+
+
+def crowded():
+    """7 blocks, all held: three sequences about to grow; the oldest and highest ranks are not in id order."""
+    worker = Worker(num_blocks=7)
+    worker.admit("low", 7, at=1, priority=-1)
+    worker.admit("young", 7, at=3)
+    worker.admit("old", 7, at=2)
+    assert worker.step() == ({"old": (7, 8), "young": (7, 8), "low": (7, 8)}, [])
+    return worker
+
+
+class TestPreemption:
+    def test_the_lowest_priority_gives_way_though_it_is_oldest_then_the_youngest(self):
+        worker = crowded()
+        # One block is free: old takes it, young takes one of low's two.
+        assert worker.step() == ({"old": (8, 9), "young": (8, 9)}, ["low"])
+        for _ in range(3):
+            assert worker.step()[1] == []
+        # Old takes the last free block and young, the lowest now, has to give way to itself.
+        assert worker.step() == ({"old": (12, 13)}, ["young"])
+
+    def test_nothing_is_kept_of_a_preempted_sequence_but_its_tokens(self):
+        worker = crowded()
+        (low,) = worker.scheduler.schedule().preempted
+        assert (low.request_id, len(low.tokens), low.num_computed, low.block_table) == ("low", 9, 0, [])
+        assert worker.allocator.holdings() == {
+            "old": (BlockState.RUNNING, 3),
+            "young": (BlockState.RUNNING, 3),
+        }
+        assert (worker.scheduler.num_running, worker.scheduler.num_preempted) == (2, 1)
+
+    def test_no_reservation_while_a_preempted_sequence_waits(self):
+        worker = crowded()
+        worker.step()
+        worker.end("young")
+        assert worker.allocator.num_free == 4
+        assert worker.scheduler.reserve("new", 1) is None
+        with pytest.raises(KeyError, match="low is here already"):
+            worker.scheduler.reserve("low", 1)
+        worker.step()
+        assert worker.scheduler.num_preempted == 0
+        assert worker.scheduler.reserve("new", 1)
+
+    def test_it_resumes_by_recomputing_all_its_tokens_and_carries_on(self):
+        worker = crowded()
+        worker.step()
+        worker.end("young")
+        assert worker.step() == ({"old": (9, 10), "low": (0, 9)}, [])
+        assert worker.step() == ({"old": (10, 11), "low": (9, 10)}, [])
+
+    def test_it_can_be_removed_and_holds_nothing(self):
+        worker = crowded()
+        worker.step()
+        assert worker.scheduler.remove("low").request_id == "low"
+        assert worker.allocator.free("low") == 0
+        assert worker.scheduler.num_preempted == 0
+        assert worker.scheduler.remove("low") is None
+
+    def test_a_reservation_is_never_taken_back(self):
+        worker = Worker(num_blocks=4)
+        table = worker.scheduler.reserve("reserved", 7)
+        worker.admit("running", 7)
+        worker.step()
+        assert worker.step() == ({}, ["running"])
+        assert worker.scheduler.has_work
+        worker.complete("reserved", 7, table, at=1)
+        worker.step()
+        worker.end("reserved")
+        assert worker.step() == ({"running": (0, 9)}, [])
+
+    def test_the_first_to_resume_is_the_highest_ranked_and_smaller_ones_do_not_overtake_it(self):
+        worker = Worker(num_blocks=10, max_batch_size=4)
+        worker.admit("top", 11, at=0, priority=1)
+        worker.admit("big", 11, at=1)
+        worker.admit("small", 2, at=2)
+        worker.scheduler.reserve("reserved", 7)
+        for name in ("big", "small"):
+            worker.scheduler._preempt(worker.scheduler._running[name])
+        worker.allocator.allocate("top", 3, BlockState.RUNNING)
+        assert list(worker.step()[0]) == ["top"]
+        assert worker.scheduler.num_preempted == 2
+        worker.allocator.free("reserved")
+        # Big needs 4 of the 4 free blocks, less the watermark of 1.
+        assert list(worker.step()[0]) == ["top"]
+        worker.end("top")
+        assert list(worker.step()[0]) == ["big", "small"]
+
+
+def test_overload_costs_little_recomputation():
+    """A hundred requests for a cache that holds about thirty; without the watermark it is nearly a half."""
+    worker = Worker(num_blocks=256 * 4, max_batch_size=64, max_step_tokens=512)
+    waiting = [f"{i:03}" for i in range(100)]
+    num_computed = num_rows = 0
+    while waiting or worker.scheduler.has_work:
+        while waiting and worker.scheduler.reserve(waiting[0], 5) is not None:
+            worker.allocator.free(waiting[0])
+            worker.admit(waiting.pop(0), 5, at=100 - len(waiting))
+        for name, (start, end) in worker.step()[0].items():
+            num_computed += end - start
+            num_rows += 1
+            if end == 6 + 50 + 37 * int(name) % 250:
+                worker.end(name)
+    assert num_computed - num_rows < 0.25 * num_rows
+
+
+class TestRecompute:
+    def preempted_worker(self, **options):
+        worker = Worker(num_blocks=60, **options)
+        worker.admit("old", 3, at=0)
+        long = worker.admit("long", 99, at=1)
+        worker.scheduler._preempt(long)
+        return worker
+
+    def test_chunks_share_the_step_with_the_rows(self):
+        worker = self.preempted_worker(max_step_tokens=41)
+        spans = [worker.step()[0]["long"] for _ in range(4)]
+        assert spans == [(0, 40), (40, 80), (80, 100), (100, 101)]
+        assert len(worker.scheduler.schedule().scheduled) == 2
+
+    def test_it_gets_on_even_where_rows_fill_the_step(self):
+        worker = self.preempted_worker(max_step_tokens=1)
+        assert [worker.step()[0] for _ in range(2)] == [
+            {"old": (3, 4), "long": (0, 16)},
+            {"old": (4, 5), "long": (16, 32)},
+        ]
+
+    def test_out_of_memory_makes_the_chunk_smaller_and_loses_nothing(self):
+        worker = self.preempted_worker(max_step_tokens=65)
+        sizes = []
+        while True:
+            row, chunk = worker.scheduler.schedule().scheduled
+            assert (row.sequence.request_id, row.end - row.start) == ("old", 1)
+            sizes.append(chunk.end - chunk.start)
+            if not worker.scheduler.shrink():
+                break
+        assert sizes == [64, 31, 16]
+        assert chunk.start == 0
+
+    def test_decode_rows_alone_cannot_shrink(self):
+        worker = Worker()
+        worker.admit("a", 3)
+        worker.scheduler.schedule()
+        assert not worker.scheduler.shrink()
+
+
+class TestOutgrown:
+    def test_a_sequence_may_fill_the_whole_cache_and_no_more(self):
+        worker = Worker(num_blocks=2)
+        sequence = worker.admit("a", 3)
+        for _ in range(5):
+            worker.step()
+        assert (sequence.num_computed, len(sequence.block_table)) == (8, 2)
+        plan = worker.scheduler.schedule()
+        assert (plan.scheduled, plan.preempted, plan.outgrown) == ([], [], [sequence])
+        assert not worker.scheduler.has_work
+        assert worker.allocator.free("a") == 2
+
+    def test_a_full_sized_sequence_resumes(self):
+        worker = Worker(num_blocks=2)
+        sequence = worker.admit("a", 3)
+        for _ in range(4):
+            worker.step()
+        worker.scheduler._preempt(sequence)
+        assert worker.step() == ({"a": (0, 8)}, [])
+
+
+@pytest.mark.parametrize("max_batch_size", [0, -1])
+def test_a_batch_has_rows(max_batch_size):
+    with pytest.raises(ValueError, match="max_batch_size"):
+        Worker(max_batch_size=max_batch_size)
