@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from decode_worker.streams import TokenStreams
-from engine.engine import Chunk, Engine, SampledToken
+from engine.engine import Chunk, Engine, OutOfMemory, SampledToken
 from engine.finish import FinishReason, finish_reason
 from engine.isolation import step_each
 from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
@@ -129,7 +129,11 @@ class DecodeLoop:
     async def _step_forever(self) -> None:
         while True:
             plan = self.scheduler.schedule()
-            self.counters["preemptions"] += len(plan.preempted)
+            if plan.preempted:
+                self.counters["preemptions"] += len(plan.preempted)
+            for sequence in plan.outgrown:
+                self._end(self.requests[sequence.request_id], None, "it outgrew the KV cache")
+                self._streams.flush()
             if plan.scheduled:
                 await self._step(plan.scheduled)
             else:
@@ -154,16 +158,26 @@ class DecodeLoop:
             for request_id in self._free_after_step:
                 self._allocator.free(request_id)
             self._free_after_step.clear()
+        if results is None:
+            return
         self.counters["steps"] += 1
         for work, result in zip(scheduled, results, strict=True):
             self._advance(work, result)
         self._streams.flush()
 
-    async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None]:
-        """One step. Where it fails, each chunk alone, so that only the request at fault fails."""
+    async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None] | None:
+        """One step; None where it ran out of memory and smaller chunks are to be scheduled.
+
+        A step that fails otherwise is run again a chunk at a time, so that only the request at fault fails.
+        """
         run = asyncio.get_running_loop().run_in_executor
         try:
             return list(await run(self._thread, self._engine.step, chunks))
+        except OutOfMemory as error:
+            self.counters["steps_out_of_memory"] += 1
+            if self.scheduler.shrink():
+                logger.warning("a step ran out of memory (%s); smaller ones follow", error)
+                return None
         except Exception as error:  # noqa: BLE001 - any fault of one sequence must not end the others
             logger.warning("a step of %d sequences failed (%r)", len(chunks), error)
         return await run(self._thread, step_each, self._engine, chunks)

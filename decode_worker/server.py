@@ -41,7 +41,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 f"router_id: {request.router_id} has no open Join stream here",
             )
         try:
-            reservation = self._loop.reserve(_from_proto(request))
+            decoding = _from_proto(request)
+            self._check_size(decoding)
+            reservation = self._loop.reserve(decoding)
         except ValidationError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
         except KeyError as error:
@@ -60,6 +62,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             )
         )
 
+    def _check_size(self, request: DecodeRequest) -> None:
+        assert request.sampling.max_tokens is not None
+        needed = blocks_for(len(request.prompt_token_ids) + request.sampling.max_tokens, self._block_size)
+        total = self._allocator.counts.total
+        if needed > total:
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT, f"max_tokens: needs {needed} blocks; there are {total}"
+            )
+
     async def Release(
         self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ReleaseResponse:
@@ -72,12 +83,15 @@ def _from_proto(request: pb.ReserveRequest) -> DecodeRequest:
     if not request.request_id or not request.prompt_token_ids:
         field = "prompt_token_ids" if request.request_id else "request_id"
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+    sampling = SamplingParams.from_message(request.sampling)
+    if sampling.max_tokens is None or sampling.seed is None:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
     now_s = asyncio.get_running_loop().time()
     return DecodeRequest(
         request_id=request.request_id,
         router_id=request.router_id,
         prompt_token_ids=list(request.prompt_token_ids),
-        sampling=SamplingParams.from_message(request.sampling),
+        sampling=sampling,
         priority=request.priority,
         arrived_s=now_s,
         deadline_s=now_s + request.deadline_s,

@@ -11,7 +11,7 @@ import typer
 
 # Everything else is imported where it is needed, so that --help comes at once.
 if TYPE_CHECKING:
-    from deploy.launch import Addresses
+    from deploy.deployment import Addresses
     from kvferry.results import Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -147,10 +147,12 @@ async def _ask_demo_question(addresses: "Addresses") -> None:
 
     sampling = SamplingParams(temperature=0.0, max_tokens=64)
     _write(f"\n> {DEMO_PROMPT}\n")
-    async with AsyncClient(addresses.grpc) as client:
-        async with client.generate([ChatMessage("user", DEMO_PROMPT)], sampling) as generation:
-            async for delta in generation:
-                _write(delta.text)
+    async with (
+        AsyncClient(addresses.grpc) as client,
+        client.generate([ChatMessage("user", DEMO_PROMPT)], sampling) as generation,
+    ):
+        async for delta in generation:
+            _write(delta.text)
     _write("\n\n")
     _show_moments(generation.result.moments)
 

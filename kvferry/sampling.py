@@ -30,7 +30,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0, lt=2**32)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0

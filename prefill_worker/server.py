@@ -62,6 +62,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         job = _from_proto(request)
         try:
             accepted = self._loop.submit(job)
+        except ValueError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"prompt_token_ids: {error}") from error
         except KeyError as error:
             raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {error} is held already") from error
         if not accepted:
@@ -77,6 +79,8 @@ def _from_proto(request: pb.PrefillRequest) -> PrefillJob:
         sampling = SamplingParams.from_message(request.sampling)
     except ValidationError as error:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+    if sampling.max_tokens is None or sampling.seed is None:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
     tokens = list(request.prompt_token_ids)
     lease = request.target.lease
     return PrefillJob(

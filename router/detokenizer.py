@@ -59,6 +59,7 @@ class _Window:
         self._num_done = len(context)
 
     def push(self, token_ids: list[int]) -> str:
+        token_ids = [i for i in token_ids if self._tokenizer.is_known(i)]
         self._token_ids += token_ids
         if not token_ids or self._tokenizer.is_byte(token_ids[-1]):
             return ""
@@ -78,6 +79,6 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]
     for token_id in reversed(prompt_token_ids):
         if tokenizer.is_special(token_id):
             return []
-        if not tokenizer.is_byte(token_id):
+        if tokenizer.is_known(token_id) and not tokenizer.is_byte(token_id):
             return [token_id]
     return []

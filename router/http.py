@@ -1,125 +1,106 @@
-"""The router's HTTP server: OpenAI's API, health and metrics."""
+"""The router's HTTP server: the application, and how it runs inside an event loop that is there already."""
 
 import asyncio
+import contextlib
 import logging
-import time
+import socket
+from collections.abc import Iterator
 from http import HTTPStatus
 
+import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.config import RouterConfig
-from router import events
-from router.errors import BodyTooLarge, InvalidRequest, RequestError, UnknownModel
-from router.http_errors import BodyTooSlow, UnknownPath, error_response, internal_error
-from router.http_generation import StreamedGeneration, WholeGeneration
-from router.openai_api import ChatBody, CompletionBody
-from router.openai_responses import ChatFormat, CompletionFormat
+from router.errors import RequestError
+from router.http_endpoints import Endpoints
+from router.http_errors import UnknownPath, error_response, internal_error
 from router.service import Service
 from router.validation import new_request_id
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for a body of `max_body_bytes`: what a slow line needs for some MB.
-_BODY_TIMEOUT_S = 60
-# A longer body is parsed and tokenised in a thread; a shorter one takes a few ms at most.
-_SHORT_BODY_BYTES = 2**14
+# For open responses to end after they were told to. Then their connections are cut.
+_STOP_TIMEOUT_S = 1
 
 
 def build_app(service: Service, config: RouterConfig) -> FastAPI:
     """The application. Open requests end with an error once the event `app.state.stopping` is set."""
     app = FastAPI(title="kvferry", openapi_url=None, redirect_slashes=False)
     app.state.stopping = asyncio.Event()
-    edge = _Edge(service, config, app.state.stopping)
-    app.add_api_route("/v1/models", edge.models, methods=["GET"])
-    app.add_api_route("/v1/models/{model:path}", edge.model, methods=["GET"])
-    app.add_api_route("/health", edge.health, methods=["GET"])
-    app.add_api_route("/ready", edge.ready, methods=["GET"])
-    app.add_api_route("/metrics", edge.metrics, methods=["GET"])
-    app.add_api_route("/v1/chat/completions", edge.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", edge.completions, methods=["POST"])
+    endpoints = Endpoints(service, config, app.state.stopping)
+    app.add_api_route("/v1/models", endpoints.models, methods=["GET"])
+    app.add_api_route("/v1/models/{model:path}", endpoints.model, methods=["GET"])
+    app.add_api_route("/health", endpoints.health, methods=["GET"])
+    app.add_api_route("/ready", endpoints.ready, methods=["GET"])
+    app.add_api_route("/metrics", endpoints.metrics, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", endpoints.completions, methods=["POST"])
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(_RequestIds)
     return app
 
 
-class _Edge:
-    """The endpoints."""
+class HttpServer:
+    """One application on one address.
 
-    def __init__(self, service: Service, config: RouterConfig, stopping: asyncio.Event) -> None:
-        self._service = service
-        self._max_body_bytes = config.max_body_bytes
-        self._stopping = stopping
-        self._created = int(time.time())
+    app: as `router.http.build_app` makes it. port: 0 takes a free one.
+    """
 
-    async def chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatBody, ChatFormat)
-
-    async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionBody, CompletionFormat)
-
-    async def _generate(
-        self,
-        request: Request,
-        body_class: type[ChatBody | CompletionBody],
-        format_class: type[ChatFormat | CompletionFormat],
-    ) -> Response:
-        data = await _read_body(request, self._max_body_bytes)
-
-        def accept() -> tuple[ChatBody | CompletionBody, events.Request]:
-            body = body_class.parse(data)
-            try:
-                return body, self._service.validate(body.spec())
-            except InvalidRequest as error:
-                raise body.in_clients_words(error) from error
-
-        body, accepted = await asyncio.to_thread(accept) if len(data) > _SHORT_BODY_BYTES else accept()
-        request.state.request_id = accepted.request_id
-        response_format = format_class(
-            accepted.request_id,
-            self._service.model_name,
-            int(time.time()),
-            self._service.tokenizer,
-            body.include_usage,
-        )
-        if body.stream:
-            return StreamedGeneration(
-                self._service, accepted, response_format, self._stopping, body.include_usage
+    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+        self.app = app
+        self._address = (host, port)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                # The process that hosts the server sets up logging.
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_graceful_shutdown=_STOP_TIMEOUT_S,
             )
-        return WholeGeneration(self._service, accepted, response_format, self._stopping)
+        )
+        self._task: asyncio.Task[None] | None = None
 
-    async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+    async def start(self) -> int:
+        """Serves from now on; returns the port. Raises `OSError` when the address cannot be had."""
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        listener = socket.create_server(self._address, family=family)
+        port: int = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        await self._server.is_up.wait()
+        return port
 
-    async def model(self, model: str) -> Response:
-        name = self._service.model_name
-        if model != name:
-            raise UnknownModel("model", f"{model!r} is not served here; {name!r} is")
-        return JSONResponse(self._model_card())
+    async def stop(self) -> None:
+        """Takes no more connections, ends open responses with an error, and returns within about a second."""
+        if self._task is None:
+            return
+        self.app.state.stopping.set()
+        self._server.should_exit = True
+        await self._task
+        self._task = None
 
-    def _model_card(self) -> dict[str, object]:
-        return {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "kvferry",
-        }
 
-    async def health(self) -> Response:
-        """The process is up; whether it can serve is `ready`'s matter."""
-        return JSONResponse({"status": "ok"})
+class _Server(uvicorn.Server):
+    """uvicorn's server, but signals stay with the process that hosts it."""
 
-    async def ready(self) -> Response:
-        reason = self._service.why_not_ready()
-        if reason:
-            return JSONResponse({"status": "not ready", "reason": reason}, HTTPStatus.SERVICE_UNAVAILABLE)
-        return JSONResponse({"status": "ready"})
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_up = asyncio.Event()
 
-    async def metrics(self) -> Response:
-        return Response(self._service.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.is_up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _RequestIds:
@@ -146,30 +127,14 @@ class _RequestIds:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            logger.debug("request %s: the client left before its body was here", state["request_id"])
         # The client hears of it in OpenAI's shape; the log has the rest.
         except Exception:
             if is_started:
                 raise
             logger.exception("request %s failed", state["request_id"])
             await error_response(internal_error(state["request_id"]))(scope, receive, send_with_id)
-
-
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """The body; what is too long is refused by its header already, else as soon as it shows."""
-    too_large = BodyTooLarge(f"the body has more than {max_bytes} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_bytes:
-                    raise too_large
-    except TimeoutError as error:
-        raise BodyTooSlow(f"the body did not arrive within {_BODY_TIMEOUT_S} s") from error
-    return bytes(body)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:

@@ -91,6 +91,10 @@ class Tokenizer:
         """Whether a token has no place in the text, such as an end token."""
         return token_id in self._special_ids
 
+    def is_known(self, token_id: int) -> bool:
+        """Whether the id stands for a token; models may have more ids than their tokenizers."""
+        return self._name(token_id) != ""
+
     def is_byte(self, token_id: int) -> bool:
         """Whether a token is one raw byte (`<0xE2>`), whose text depends on its neighbours."""
         return self._has_byte_tokens and _BYTE_TOKEN.fullmatch(self._name(token_id)) is not None
@@ -119,7 +123,6 @@ class Tokenizer:
         return two[len(one) :].encode()
 
     def _name(self, token_id: int) -> str:
-        # Ids above the tokenizer's own stand for padding of the model's vocabulary.
         return self._tokenizer.id_to_token(token_id) or ""
 
 

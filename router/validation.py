@@ -106,8 +106,6 @@ def _timeout_s(timeout_s: float | None, default_timeout_s: float) -> float:
 
 def _check_sampling(sampling: SamplingParams, model: ModelSpec) -> None:
     """What the ranges in `SamplingParams` do not cover: the vocabulary and one field against another."""
-    for index, stop in enumerate(sampling.stop):
-        _check_unicode(f"stop[{index}]", stop)
     _check_vocabulary("stop_token_ids", sampling.stop_token_ids, model)
     _check_vocabulary("logit_bias", sampling.logit_bias, model)
     if sampling.top_logprobs and not sampling.logprobs:

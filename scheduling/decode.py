@@ -119,9 +119,7 @@ class DecodeScheduler:
         for sequence in outgrown:
             del self._running[sequence.request_id]
         rows, preempted = self._decode_rows()
-        # What was just taken is lacking still.
-        if not preempted:
-            self._resume()
+        self._resume()
         chunks = self._recompute_chunks(num_rows=len(rows))
         return DecodePlan(rows + chunks, preempted, outgrown)
 

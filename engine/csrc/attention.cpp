@@ -99,17 +99,19 @@ void merge_partials(const Merge& merge, const Call<T>& call, const float* sums, 
   for (int64_t row = 0; row < merge.num_rows; ++row) {
     T* to = call.out +
             (merge.tile.first_row * call.num_heads + merge.tile.first_head * call.group + row) * call.head_dim;
-    float maximum = kNegativeInfinity, weight = 0, total[256] = {};
+    const Running* results = partials + merge.first_partial + row;
+    const float* values = sums + (merge.first_partial + row) * call.head_dim;
+    Floats maximum = broadcast(kNegativeInfinity), weight{};
+    for (int64_t i = 0; i < merge.count; ++i) maximum = larger(maximum, results[i * merge.num_rows].maximum);
+    float total[256] = {};
     for (int64_t i = 0; i < merge.count; ++i) {
-      maximum = std::max(maximum, partials[merge.first_partial + i * merge.num_rows + row].maximum);
+      const Floats factor = exp2(results[i * merge.num_rows].maximum - maximum);
+      weight += results[i * merge.num_rows].weight * factor;
+      const float* value = values + i * merge.num_rows * call.head_dim;
+      for (int64_t d = 0; d < call.head_dim; ++d) total[d] += value[d] * factor[0];
     }
-    for (int64_t i = 0; i < merge.count; ++i) {
-      const int64_t slot = merge.first_partial + i * merge.num_rows + row;
-      const float factor = std::exp2(partials[slot].maximum - maximum);
-      weight += partials[slot].weight * factor;
-      for (int64_t d = 0; d < call.head_dim; ++d) total[d] += sums[slot * call.head_dim + d] * factor;
-    }
-    for (int64_t d = 0; d < call.head_dim; ++d) to[d] = static_cast<T>(total[d] / weight);
+    const float divisor = 1.0f / sum_of(weight);
+    for (int64_t d = 0; d < call.head_dim; ++d) to[d] = static_cast<T>(total[d] * divisor);
   }
 }
 

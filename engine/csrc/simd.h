@@ -81,18 +81,6 @@ inline Floats to_floats(const c10::Half* from) {
 #endif
 }
 
-inline float max_of(Floats x) {
-  float largest = x[0];
-  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
-  return largest;
-}
-
-inline float sum_of(Floats x) {
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
-}
-
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // 2^x for x <= 127: the integer part goes into the exponent, the rest through the Taylor series of
@@ -131,6 +119,26 @@ inline Words shuffle(Words a, Words b, std::integer_sequence<int, I...>, Ints pi
   return __builtin_shuffle(a, b, picked);
 #endif
 }
+
+template <int Step, int... I>
+inline Floats rotate(Floats x, std::integer_sequence<int, I...>) {
+  return bits<Floats>(shuffle(bits<Words>(x), bits<Words>(x),
+                              std::integer_sequence<int, ((I + Step) % kLanes)...>{},
+                              Ints{((I + Step) % kLanes)...}));
+}
+
+// Combines all lanes pairwise; every lane holds the result.
+template <typename F, int Step = kLanes / 2>
+inline Floats reduce(Floats x, F combine) {
+  if constexpr (Step == 0) {
+    return x;
+  } else {
+    return reduce<F, Step / 2>(combine(x, rotate<Step>(x, std::make_integer_sequence<int, kLanes>{})), combine);
+  }
+}
+
+inline Floats max_of(Floats x) { return reduce(x, [](Floats a, Floats b) { return larger(a, b); }); }
+inline float sum_of(Floats x) { return reduce(x, [](Floats a, Floats b) { return a + b; })[0]; }
 
 // Swaps the off-diagonal Step x Step squares of every 2 Step x 2 Step square of rows.
 template <int Step, int... I>

@@ -10,7 +10,7 @@
 
 namespace kvferry {
 
-constexpr int64_t kTileKeys = 256;  // keys and values of a tile stay in the nearest caches
+constexpr int64_t kTileKeys = 64;  // keys and values of a tile stay in the nearest caches
 constexpr float kLog2E = 1.44269504f;
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
@@ -42,37 +42,38 @@ struct Tile {
   int64_t partial;        // where to leave an unfinished result; -1: the keys are all here
 };
 
-// A result over some of the keys, for one query and head: its sum of weighted values is relative to
-// 2^maximum, like `weight`, the sum of the weights.
+// The running softmax of one query and head. Weights, and the sums of values weighted with them, are
+// relative to 2^maximum.
 struct Running {
-  float maximum = kNegativeInfinity;
-  float weight = 0;
+  Floats maximum = broadcast(kNegativeInfinity);  // the same in all lanes
+  Floats weight{};                                // by lane: the sum of the weights is the sum of the lanes
 };
 
 // Working memory of one thread, kept between calls.
 class Scratch {
  public:
+  // Memory for `count` values of T.
   template <typename T>
   T* take(int64_t count) {
     const int64_t first = used_;
-    used_ += round_up(count * sizeof(T), 64);
-    return memory_.empty() ? nullptr : reinterpret_cast<T*>(memory_.data() + first);
+    used_ += (count * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
+    return reinterpret_cast<T*>(lines_.data() + first);
   }
   // Calls `lay_out` to learn the size, then again to hand out the memory.
   template <typename F>
   void prepare(F lay_out) {
-    std::vector<char> kept;
-    kept.swap(memory_);
     used_ = 0;
     lay_out();
-    if (static_cast<int64_t>(kept.size()) < used_) kept.resize(used_);
-    memory_.swap(kept);
+    if (static_cast<int64_t>(lines_.size()) < used_) lines_.resize(used_);
     used_ = 0;
     lay_out();
   }
 
  private:
-  std::vector<char> memory_;
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  std::vector<Line> lines_;
   int64_t used_ = 0;
 };
 
@@ -106,6 +107,7 @@ class TileWorker {
       find_tokens(tile, key, tokens_);
       find_tokens(tile, key + kTileKeys, next_tokens_);
       for (int64_t head = 0; head < tile.num_heads; ++head) {
+        ahead_ = Ahead{tile.first_head * call_.head_stride, tile.num_heads * call_.head_dim, head * kTileKeys, tile.num_heads};
         pack_keys(tile.first_head + head);
         pack_values(tile.first_head + head);
         for (int64_t row = 0; row < num_rows_;) {
@@ -155,15 +157,19 @@ class TileWorker {
     }
   }
 
-  void prefetch(const T* row) const {
-    for (int64_t d = 0; d < call_.head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, LOC);
+  void fetch_ahead(const T* from, int64_t n) const {
+    const int64_t begin = (ahead_.done + n) / ahead_.heads, end = (ahead_.done + n + kLanes) / ahead_.heads;
+    for (int64_t i = begin; i < end; ++i) {
+      const T* row = from + next_tokens_[i] + ahead_.first;
+      for (int64_t d = 0; d < ahead_.count; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, LOC);
+    }
   }
 
   // keys_: [depth, kTileKeys] words, zero beyond the last key.
   void pack_keys(int64_t head) {
     const T* from = call_.keys + head * call_.head_stride;
     for (int64_t n = 0; n < num_keys_; n += kLanes) {
-      for (int i = 0; i < kLanes; ++i) prefetch(from + next_tokens_[n + i]);
+      fetch_ahead(call_.keys, n);
       int64_t word = 0;
       if (n + kLanes <= num_keys_) {
         for (; word + kLanes <= depth_; word += kLanes) {
@@ -194,7 +200,7 @@ class TileWorker {
     for (int64_t n = 0; n < num_keys_; n += W::kPerWord) {
       const T* rows[W::kPerWord];
       for (int i = 0; i < W::kPerWord; ++i) rows[i] = n + i < num_keys_ ? from + tokens_[n + i] : kZeros;
-      for (int i = 0; i < W::kPerWord; ++i) prefetch(from + next_tokens_[n + i]);
+      if (n % kLanes == 0) fetch_ahead(call_.values, n);
       W::join_rows(rows, call_.head_dim, values_ + n / W::kPerWord * width_);
     }
   }
@@ -222,35 +228,41 @@ class TileWorker {
   // Returns what the sums so far must be multiplied by.
   float weigh(int64_t r, int64_t begin, int64_t end, int64_t columns, Running& running) {
     float* scores = scores_ + r * kTileKeys;
-    Floats largest = broadcast(kNegativeInfinity);
-    for (int64_t n = 0; n < columns; n += kLanes) {
-      Floats score = load<Floats>(scores + n);
-      if (call_.softcap > 0) {
-        score = tanh(score * (call_.scale / call_.softcap)) * (call_.softcap * kLog2E);
-      } else {
-        score = score * (call_.scale * kLog2E);
-      }
-      if (n < begin || n + kLanes > end) {
-        Ints column;
-        for (int i = 0; i < kLanes; ++i) column[i] = static_cast<int32_t>(n) + i;
-        const Ints seen = (column >= static_cast<int32_t>(begin)) & (column < static_cast<int32_t>(end));
-        score = seen ? score : broadcast(kNegativeInfinity);
-      }
-      largest = larger(largest, score);
-      store(scores + n, score);
-    }
-    const float maximum = std::max(running.maximum, max_of(largest));
-    const float base = maximum == kNegativeInfinity ? 0.0f : maximum;
-    Floats weight{};
+    scale_scores(scores, columns);
+    if (begin > 0 || end < columns) hide_outside(scores, begin, end, columns);
+    Floats largest = load<Floats>(scores);
+    for (int64_t n = kLanes; n < columns; n += kLanes) largest = larger(largest, load<Floats>(scores + n));
+    const Floats maximum = larger(running.maximum, max_of(largest));
+    const Floats base = maximum == kNegativeInfinity ? Floats{} : maximum;
+    const Floats decay = exp2(running.maximum - base);
+    Floats weight = running.weight * decay;
     for (int64_t n = 0; n < columns; n += kLanes) {
       const Floats p = exp2(load<Floats>(scores + n) - base);
       weight += p;
       W::store_weights(weights_ + r * kTileKeys, n, p);
     }
-    const float decay = std::exp2(running.maximum - base);
     running.maximum = maximum;
-    running.weight = running.weight * decay + sum_of(weight);
-    return decay;
+    running.weight = weight;
+    return decay[0];
+  }
+
+  // To base 2, which is cheaper to raise.
+  void scale_scores(float* scores, int64_t columns) const {
+    if (call_.softcap > 0) {
+      for (int64_t n = 0; n < columns; n += kLanes) {
+        const Floats capped = tanh(load<Floats>(scores + n) * (call_.scale / call_.softcap));
+        store(scores + n, capped * (call_.softcap * kLog2E));
+      }
+    } else {
+      for (int64_t n = 0; n < columns; n += kLanes) {
+        store(scores + n, load<Floats>(scores + n) * (call_.scale * kLog2E));
+      }
+    }
+  }
+
+  static void hide_outside(float* scores, int64_t begin, int64_t end, int64_t columns) {
+    std::fill(scores, scores + std::min(begin, columns), kNegativeInfinity);
+    std::fill(scores + std::max<int64_t>(end, 0), scores + columns, kNegativeInfinity);
   }
 
   void finish(const Tile& tile, int64_t head, float* partial_sums, Running* partials) {
@@ -265,7 +277,7 @@ class TileWorker {
       }
       const int64_t query_head = (tile.first_head + head) * call_.group + row % call_.group;
       T* to = call_.out + ((tile.first_row + row / call_.group) * call_.num_heads + query_head) * call_.head_dim;
-      const float factor = 1.0f / running.weight;
+      const float factor = 1.0f / sum_of(running.weight);
       for (int64_t d = 0; d < call_.head_dim; ++d) to[d] = static_cast<T>(sums[d] * factor);
     }
   }
@@ -282,6 +294,7 @@ class TileWorker {
   uint32_t* values_;
   float* scores_;      // [kTileRows, kTileKeys]
   uint32_t* weights_;  // [kTileRows, kTileKeys]
+  struct Ahead { int64_t first, count, done, heads; } ahead_;
   int64_t next_tokens_[kTileKeys] = {};
   int64_t tokens_[kTileKeys];  // where each key of the tile starts in the cache, in elements
 };

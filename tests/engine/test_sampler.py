@@ -175,20 +175,20 @@ def batches(draw):
     return logits, chunks
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches())
 def test_mixed_options_in_one_batch_do_what_the_reference_does(batch):
     assert_matches_reference(*batch)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(batches())
 def test_a_row_draws_the_same_token_alone_and_among_others(batch):
     logits, chunks = batch
     together = sample_ids(logits, chunks)
     alone = [sample_ids(logits[i : i + 1], chunks[i : i + 1])[0] for i in range(len(chunks))]
     backwards = sample_ids(logits.flip(0), chunks[::-1])[::-1]
-    # Sums are in the same order whatever the batch: not even rounding differs here.
+    # Rounding might differ, but would have to meet a boundary within a millionth of the mass.
     assert together == alone == backwards
 
 

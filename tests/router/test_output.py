@@ -74,21 +74,23 @@ def test_half_a_character_comes_out_at_the_end(tokenizer):
     assert builder.finish_reason == "length"
 
 
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, ""), (2, ""), (3, "ababab"), (4, "ab"), (6, "abab")])
-def test_a_stop_string_counts_from_min_tokens_on(tokenizer, min_tokens, text):
-    stop = ["bab"] if min_tokens == 3 else ["ab"]
-    tokens = letters(tokenizer, "ababab")
-    builder = OutputBuilder(request_for(stop=stop, min_tokens=min_tokens), tokenizer)
+@pytest.mark.parametrize(
+    ("min_tokens", "text", "num_tokens"), [(0, "", 2), (2, "", 2), (3, "ab", 4), (4, "ab", 4), (6, "abab", 6)]
+)
+def test_a_stop_string_counts_from_min_tokens_on(tokenizer, min_tokens, text, num_tokens):
+    builder = OutputBuilder(request_for(stop=["ab"], min_tokens=min_tokens), tokenizer)
     shown = ""
-    for token_id in tokens:
+    for token_id in letters(tokenizer, "ababab"):
         shown += builder.push([token_id]).text
         if builder.finish_reason is not None:
             break
-    if min_tokens == 3:
-        # "bab" is complete at tokens 4 and 6 alone; that at 4 counts.
-        assert (shown, builder.num_output_tokens) == ("a", 4)
-    else:
-        assert (shown, builder.num_output_tokens) == (text, max(min_tokens, 2))
+    assert (shown, builder.num_output_tokens) == (text, num_tokens)
+
+
+def test_a_stop_string_may_begin_before_min_tokens(tokenizer):
+    builder = OutputBuilder(request_for(stop=["bcd"], min_tokens=4), tokenizer)
+    assert builder.push(letters(tokenizer, "abcd")).text == "a"
+    assert builder.finish_reason == "stop"
 
 
 def test_the_last_token_may_complete_a_stop_string(tokenizer):

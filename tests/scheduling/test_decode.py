@@ -166,6 +166,10 @@ class TestRows:
         worker.scheduler.advance(row, 1)
         assert sequence.tokens == [0, 0, 0]
         assert worker.allocator.holdings() == {"a": (BlockState.RUNNING, 1)}
+        worker.allocator.free("a")
+        worker.admit("a", 2)
+        worker.scheduler.advance(row, 1)
+        assert sequence.tokens == [0, 0, 0]
 
 
 def crowded():
@@ -292,6 +296,21 @@ class TestRecompute:
             {"old": (3, 4), "long": (0, 16)},
             {"old": (4, 5), "long": (16, 32)},
         ]
+
+    def test_chunks_of_several_sequences_share_one_budget(self):
+        worker = self.preempted_worker(max_step_tokens=121)
+        worker.step()
+        short = worker.admit("short", 49, at=2)
+        for name in ("long", "short"):
+            worker.scheduler._preempt(worker.scheduler._running[name])
+        assert worker.step()[0] == {"old": (4, 5), "long": (0, 101), "short": (0, 19)}
+        assert worker.step()[0] == {"old": (5, 6), "long": (101, 102), "short": (19, 50)}
+        assert short.remaining == 1
+
+    def test_it_gets_the_block_of_its_next_token_too(self):
+        worker = self.preempted_worker(max_step_tokens=200)
+        worker.step()
+        assert len(worker.scheduler._running["long"].block_table) == 26
 
     def test_out_of_memory_makes_the_chunk_smaller_and_loses_nothing(self):
         worker = self.preempted_worker(max_step_tokens=65)

@@ -17,6 +17,9 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 16
 MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE
 
+# Prompt tokens, output tokens, priority.
+REQUESTS = st.tuples(st.integers(1, 12), st.integers(2, MAX_TOKENS), st.integers(0, 2))
+
 
 class DecodeMachine(RuleBasedStateMachine):
     """The loop of a decode worker. `targets` has each sequence's final number of tokens."""
@@ -36,18 +39,27 @@ class DecodeMachine(RuleBasedStateMachine):
         self.max_step_tokens = max_step_tokens
         self.scheduler = DecodeScheduler(self.allocator, BLOCK_SIZE, max_batch_size, max_step_tokens)
 
-    @rule(num_prompt_tokens=st.integers(1, 24), data=st.data(), priority=st.integers(0, 2))
-    def reserve(self, num_prompt_tokens, data, priority):
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=5))
+    def arrive(self, requests):
+        for request in requests:
+            if request_id := self.reserve_one(*request):
+                self.admit(request_id)
+
+    @rule(request=REQUESTS)
+    def reserve(self, request):
+        self.reserve_one(*request)
+
+    def reserve_one(self, num_prompt_tokens, num_output_tokens, priority):
         idle = self.allocator.num_free == NUM_BLOCKS and not self.scheduler.has_work
         request_id = f"r{self.num_requests}"
         table = self.scheduler.reserve(request_id, num_prompt_tokens)
         if table is None:
             assert not idle
-            return
+            return None
         assert not self.scheduler.num_preempted
         assert len(table) == blocks_for(num_prompt_tokens + 1, BLOCK_SIZE)
         self.num_requests += 1
-        self.targets[request_id] = data.draw(st.integers(num_prompt_tokens + 2, MAX_TOKENS))
+        self.targets[request_id] = min(num_prompt_tokens + num_output_tokens, MAX_TOKENS)
         self.reserved[request_id] = Sequence(
             request_id,
             list(range(num_prompt_tokens + 1)),
@@ -56,6 +68,7 @@ class DecodeMachine(RuleBasedStateMachine):
             float(self.num_requests // 2),
             table,
         )
+        return request_id
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -84,7 +97,8 @@ class DecodeMachine(RuleBasedStateMachine):
         assert self.scheduler.remove(request_id) is self.admitted.pop(request_id)
         self.allocator.free(request_id)
 
-    @rule(data=st.data(), num_steps=st.integers(1, 8))
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data(), num_steps=st.integers(1, 12))
     def steps(self, data, num_steps):
         for _ in range(num_steps):
             plan = self.plan()

@@ -56,7 +56,7 @@ def test_it_doubles_after_good_steps_up_to_the_maximum():
 def test_a_failure_starts_the_count_of_good_steps_again():
     limit = StepLimit(400)
     fail(limit, 400)
-    for _ in range(NUM_STEPS_BEFORE_GROWTH):
+    for _ in range(NUM_STEPS_BEFORE_GROWTH - 5):
         limit.begin(200)
     assert fail(limit, 200)
     for _ in range(NUM_STEPS_BEFORE_GROWTH):
