@@ -10,7 +10,8 @@ def options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[st
     """Channel and server options: message limits, quick reconnection, no proxy between peers."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
+        # What is sent is ours; the receiver is who must be protected.
+        ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
