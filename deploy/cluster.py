@@ -46,9 +46,8 @@ class Cluster:
     def __init__(self, requests: Sequence[Mapping[str, float]]) -> None:
         """requests: what the deployment will ask for; a cluster started here has CPUs for all of it."""
         self.is_local = not on_a_cluster()
-        self._num_cpus = max(
-            math.ceil(sum(request.get("CPU", 0) for request in requests)), os.cpu_count() or 1
-        )
+        # Ray starts a process for each CPU in advance: as many as there are workers, and the router's.
+        self._num_cpus = math.ceil(sum(request.get("CPU", 0) for request in requests)) + 1
         self._folder: str | None = None
 
     def __enter__(self) -> Self:
@@ -75,7 +74,7 @@ class Cluster:
         """What each living node has in all, by its address."""
         return {
             f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}": node["Resources"]
-            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            for node in ray.nodes()
             if node["Alive"]
         }
 
@@ -89,7 +88,7 @@ class Cluster:
     def describe_nodes(self) -> str:
         """What the nodes have and what of it is free."""
         nodes = "; ".join(f"{address} has {describe(has)}" for address, has in self.nodes().items())
-        free = ray.available_resources()  # type: ignore[no-untyped-call]
+        free = ray.available_resources()
         return f"{nodes}; free in all: {describe(free)}"
 
     def _start(self) -> None:

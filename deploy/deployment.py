@@ -5,12 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from decode_worker.actor import DecodeActor
 from deploy.cluster import Cluster
 from deploy.member import Lost, Member, Plan, Say, StartFailed
 from kvferry.config import DeploymentConfig
-from prefill_worker.actor import PrefillActor
-from router.actor import RouterActor
 
 SLOW_START_REPORT_S = 10.0
 READY_POLL_S = 0.05
@@ -20,6 +17,24 @@ WATCH_S = 0.5
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 30.0
 STOP_TIMEOUT_S = 2.0
+
+
+def _router_actor() -> type:
+    from router.actor import RouterActor
+
+    return RouterActor
+
+
+def _prefill_actor() -> type:
+    from prefill_worker.actor import PrefillActor
+
+    return PrefillActor
+
+
+def _decode_actor() -> type:
+    from decode_worker.actor import DecodeActor
+
+    return DecodeActor
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +55,12 @@ class Deployment:
         if cluster.is_local and Path(config.model).is_dir():
             # The actors' working directory is not ours.
             config = config.model_copy(update={"model": str(Path(config.model).absolute())})
-        router = Plan("router", RouterActor, (config,), None)
+        router = Plan("router", _router_actor, (config,), None)
         self.router = Member(router, cluster, say)
-        pools = (("prefill", PrefillActor, config.prefill), ("decode", DecodeActor, config.decode))
+        pools = (("prefill", _prefill_actor, config.prefill), ("decode", _decode_actor, config.decode))
         self.workers = [
-            Member(Plan(name, actor_class, (config, name, []), pool.resources), cluster, say)
-            for role, actor_class, pool in pools
+            Member(Plan(name, load, (config, name, []), pool.resources), cluster, say)
+            for role, load, pool in pools
             for name in (f"{role}-{i}" for i in range(pool.count))
         ]
 

@@ -16,15 +16,19 @@ def prepare() -> None:
     if not on_a_cluster():
         # A cluster of one machine listens on loopback only: whoever reaches Ray's ports can run code.
         wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # An actor that was given no GPU sees none.
+        wanted["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
 def of_actor(resources: Resources | None) -> dict[str, str]:
-    """The variables of one actor's process. None stands for the router, which computes nothing."""
-    num_threads = str(max(1, int(resources.num_cpus)) if resources else 1)
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), num_threads)
-    if resources is None or resources.num_gpus == 0:
-        # Ray hides the GPUs that were given to others, but not from who was given none.
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    return variables
+    """The variables of one actor's process beside its node's; None stands for the router.
+
+    On this machine there are none: the actor takes a process that Ray has started already, and Ray itself
+    sets OMP_NUM_THREADS to the actor's CPUs.
+    """
+    if on_a_cluster() and (resources is None or resources.num_gpus == 0):
+        # Ray hides the GPUs that others were given, but not from an actor that was given none.
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {}

@@ -54,14 +54,30 @@ class Lost(Exception):
 class Plan:
     """What to make a member of.
 
-    actor_class: has async methods `start` and `address`, which return where it listens (`address` None
-    before `start`), and `stop`. resources: None for the router, which stays on the launcher's node.
+    load: called in the actor's process, so that the launcher need not import what the actor needs; returns
+    a class with async methods `start` and `address`, which return where it listens (`address` None before
+    `start`), and `stop`. resources: None for the router, which stays on the launcher's node.
     """
 
     name: str
-    actor_class: type
+    load: Callable[[], type]
     arguments: tuple[Any, ...]
     resources: Resources | None
+
+
+class _Host:
+    """What Ray runs: an object of the class that a plan loads."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._name = plan.name
+        self._actor = plan.load()(*plan.arguments)
+
+    def __repr__(self) -> str:
+        # Ray puts this before the lines that the actor logs.
+        return self._name
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        return await getattr(self._actor, method)(*arguments)
 
 
 class Member:
@@ -154,11 +170,11 @@ class Member:
             "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": environment.of_actor(resources)},
         }
-        return ray.remote(self._plan.actor_class).options(**options).remote(*self._plan.arguments)
+        return ray.remote(_Host).options(**options).remote(self._plan)
 
     async def _ask(self, method: str, timeout_s: float | None, *arguments: Any) -> Any:
         try:
-            return await asyncio.wait_for(getattr(self._actor, method).remote(*arguments), timeout_s)
+            return await asyncio.wait_for(self._actor.call.remote(method, *arguments), timeout_s)
         except RayTaskError as error:
             raise StartFailed(f"{self.name} could not {method}: {_cause(error)}") from error
         except TimeoutError:

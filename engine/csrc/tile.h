@@ -107,7 +107,7 @@ class TileWorker {
       find_tokens(tile, key, tokens_);
       find_tokens(tile, key + kTileKeys, next_tokens_);
       for (int64_t head = 0; head < tile.num_heads; ++head) {
-        ahead_ = Ahead{tile.first_head * call_.head_stride, tile.num_heads * call_.head_dim, head * kTileKeys, tile.num_heads};
+        look_ahead(tile, head);
         pack_keys(tile.first_head + head);
         pack_values(tile.first_head + head);
         for (int64_t row = 0; row < num_rows_;) {
@@ -143,9 +143,8 @@ class TileWorker {
     std::fill_n(sums_ + head * max_rows_ * width_, num_rows_ * width_, 0.0f);
   }
 
-  // Where the keys of the tile that starts at `first_key` lie in the cache; the last one's beyond the end.
   void find_tokens(const Tile& tile, int64_t first_key, int64_t* tokens) {
-    if (first_key >= tile.end_key) return;
+    if (first_key >= tile.end_key) return;  // looked ahead
     int64_t block = first_key / call_.block_size, slot = first_key % call_.block_size;
     const int64_t count = std::min(kTileKeys, tile.end_key - first_key);
     for (int64_t n = 0; n < count; ++n) {
@@ -157,19 +156,26 @@ class TileWorker {
     }
   }
 
-  void fetch_ahead(const T* from, int64_t n) const {
-    const int64_t begin = (ahead_.done + n) / ahead_.heads, end = (ahead_.done + n + kLanes) / ahead_.heads;
-    for (int64_t i = begin; i < end; ++i) {
-      const T* row = from + next_tokens_[i] + ahead_.first;
-      for (int64_t d = 0; d < ahead_.count; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, LOC);
-    }
+  // What is packed next, one row of which is fetched for each row packed: the next head's rows of this
+  // tile of keys, or the first head's of the next tile.
+  void look_ahead(const Tile& tile, int64_t head) {
+    const bool last = head + 1 == tile.num_heads;
+    const int64_t offset = (tile.first_head + (last ? 0 : head + 1)) * call_.head_stride;
+    tokens_ahead_ = last ? next_tokens_ : tokens_;
+    keys_ahead_ = call_.keys + offset;
+    values_ahead_ = call_.values + offset;
+  }
+
+  // Into the second level cache: rows a power of two apart would drive each other from the first.
+  void fetch(const T* row) const {
+    for (int64_t d = 0; d < call_.head_dim; d += 64 / sizeof(T)) __builtin_prefetch(row + d, 0, 2);
   }
 
   // keys_: [depth, kTileKeys] words, zero beyond the last key.
   void pack_keys(int64_t head) {
     const T* from = call_.keys + head * call_.head_stride;
     for (int64_t n = 0; n < num_keys_; n += kLanes) {
-      fetch_ahead(call_.keys, n);
+      for (int i = 0; i < kLanes; ++i) fetch(keys_ahead_ + tokens_ahead_[n + i]);
       int64_t word = 0;
       if (n + kLanes <= num_keys_) {
         for (; word + kLanes <= depth_; word += kLanes) {
@@ -199,8 +205,10 @@ class TileWorker {
     const T* from = call_.values + head * call_.head_stride;
     for (int64_t n = 0; n < num_keys_; n += W::kPerWord) {
       const T* rows[W::kPerWord];
-      for (int i = 0; i < W::kPerWord; ++i) rows[i] = n + i < num_keys_ ? from + tokens_[n + i] : kZeros;
-      if (n % kLanes == 0) fetch_ahead(call_.values, n);
+      for (int i = 0; i < W::kPerWord; ++i) {
+        rows[i] = n + i < num_keys_ ? from + tokens_[n + i] : kZeros;
+        fetch(values_ahead_ + tokens_ahead_[n + i]);
+      }
       W::join_rows(rows, call_.head_dim, values_ + n / W::kPerWord * width_);
     }
   }
@@ -287,16 +295,18 @@ class TileWorker {
   const int64_t width_;     // columns of a row of values, padded
   const int64_t max_rows_;  // rows of a tile and key head
   int64_t num_rows_ = 0, num_keys_ = 0;
-  uint32_t* query_;   // [heads, rows, depth]
-  float* sums_;       // [heads, rows, width]
-  Running* running_;  // [heads, rows]
-  uint32_t* keys_;
-  uint32_t* values_;
+  uint32_t* query_;    // [heads, rows, depth]
+  float* sums_;        // [heads, rows, width]
+  Running* running_;   // [heads, rows]
+  uint32_t* keys_;     // [depth, kTileKeys]
+  uint32_t* values_;   // [kTileKeys / kPerWord, width]
   float* scores_;      // [kTileRows, kTileKeys]
-  uint32_t* weights_;  // [kTileRows, kTileKeys]
-  struct Ahead { int64_t first, count, done, heads; } ahead_;
-  int64_t next_tokens_[kTileKeys] = {};
-  int64_t tokens_[kTileKeys];  // where each key of the tile starts in the cache, in elements
+  uint32_t* weights_;  // [kTileRows, kTileKeys / kPerWord], rows kTileKeys apart
+  // Where the keys of this tile and of the next start in the cache, in elements.
+  int64_t tokens_[kTileKeys] = {}, next_tokens_[kTileKeys] = {};
+  const int64_t* tokens_ahead_ = tokens_;
+  const T* keys_ahead_ = nullptr;
+  const T* values_ahead_ = nullptr;
 };
 
 }  // namespace kvferry
