@@ -43,8 +43,10 @@ def describe(resources: Mapping[str, float]) -> str:
 class Cluster:
     """A connection to Ray. On leaving it, a cluster that was started here is gone, and its files too."""
 
-    def __init__(self, requests: Sequence[Mapping[str, float]]) -> None:
-        """requests: what the deployment will ask for; a cluster started here has CPUs for all of it."""
+    def __init__(self, requests: Sequence[Mapping[str, float]], *, show_logs: bool = True) -> None:
+        """requests: what the deployment will ask for; a cluster started here has CPUs for all of it.
+        show_logs: whether what the actors log is shown here too."""
+        self._show_logs = show_logs
         self.is_local = not on_a_cluster()
         # Ray starts a process for each CPU in advance: as many as there are workers, and the router's.
         self._num_cpus = math.ceil(sum(request.get("CPU", 0) for request in requests)) + 1
@@ -55,7 +57,7 @@ class Cluster:
             if self.is_local:
                 self._start()
             else:
-                ray.init(address="auto", logging_level=logging.ERROR)
+                ray.init(address="auto", log_to_driver=self._show_logs, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             self._close()
             where = "a local Ray cluster" if self.is_local else f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
@@ -98,6 +100,7 @@ class Cluster:
             address="local",
             num_cpus=self._num_cpus,
             include_dashboard=False,
+            log_to_driver=self._show_logs,
             object_store_memory=_OBJECT_STORE_BYTES,
             logging_level=logging.ERROR,
             _temp_dir=self._folder,

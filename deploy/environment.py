@@ -1,6 +1,7 @@
 """Environment variables that Ray reads when it is imported, and those that its workers get."""
 
 import os
+import secrets
 
 from kvferry.config import Resources
 
@@ -12,10 +13,12 @@ def on_a_cluster() -> bool:
 
 def prepare() -> None:
     """Sets what this process has not set itself. Call it before `ray` is imported."""
-    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SCHEDULER_EVENTS": "0"}
+    wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SCHEDULER_EVENTS": "0", "RAY_DEDUP_LOGS": "0"}
     if not on_a_cluster():
         # A cluster of one machine listens on loopback only: whoever reaches Ray's ports can run code.
         wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Left alone, Ray would keep its password in a file in the user's home, for all clusters to come.
+        wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # An actor that was given no GPU sees none.
         wanted["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
     for name, value in wanted.items():

@@ -31,12 +31,14 @@ class LaunchFailed(Exception):
     """The deployment could not be brought up; the message says why. Nothing of it is left."""
 
 
-def run(config: settings.DeploymentConfig, say: Say, job: Job | None = None) -> bool:
+def run(
+    config: settings.DeploymentConfig, say: Say, job: Job | None = None, *, show_logs: bool = True
+) -> bool:
     """Brings the deployment up, does `job` (or keeps it up, where there is none) and ends it.
 
-    Returns whether the job was done; False when a signal ended it. `say` gets lines for the user.
-    Call it in the main thread. Raises `LaunchFailed`, `ModelNotFound`, and
-    whatever the job raises.
+    Returns whether the job was done; False when a signal ended it. `say` gets lines for the user;
+    `show_logs` shows them what the actors log too. Call it in the main thread. Raises `LaunchFailed`,
+    `ModelNotFound`, and whatever the job raises.
     """
     if not environment.on_a_cluster():
         # Sooner than the workers would, who do it each on its node.
@@ -51,7 +53,7 @@ def run(config: settings.DeploymentConfig, say: Say, job: Job | None = None) -> 
     pools = (config.prefill, config.decode)
     requests = [request_of(pool.resources) for pool in pools for _ in range(pool.count)]
     try:
-        with Cluster(requests) as cluster:
+        with Cluster(requests, show_logs=show_logs) as cluster:
             return asyncio.run(_run(lambda: Deployment(cluster, config, say), say, job))
     except (ClusterUnavailable, StartFailed) as error:
         raise LaunchFailed(str(error)) from error

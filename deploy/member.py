@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -65,7 +65,7 @@ class Plan:
     resources: Resources | None
 
 
-class _Host:
+class ActorHost:
     """What Ray runs: an object of the class that a plan loads."""
 
     def __init__(self, plan: Plan) -> None:
@@ -170,7 +170,7 @@ class Member:
             "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": environment.of_actor(resources)},
         }
-        return ray.remote(_Host).options(**options).remote(self._plan)
+        return ray.remote(ActorHost).options(**options).remote(self._plan)
 
     async def _ask(self, method: str, timeout_s: float | None, *arguments: Any) -> Any:
         try:
@@ -180,6 +180,9 @@ class Member:
         except TimeoutError:
             self.state = "lost"
             raise Lost(f"{self.name} does not answer") from None
+        except ActorUnavailableError:
+            self.state = "lost"
+            raise Lost(f"{self.name} is lost; Ray restarts it") from None
         except RayError as error:
             self.state = "lost"
             if isinstance(error, ActorDiedError):

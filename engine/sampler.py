@@ -46,6 +46,7 @@ class Sampler:
         self._eos_token_ids = eos_token_ids
         self._scratch = Scratch()
 
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[SampledToken]:
         """One token for each row of `logits`: [len(chunks), at least vocab_size], any float type and device.
 
@@ -83,7 +84,7 @@ class Sampler:
         """A float32 copy, its rows in `order`, padded to whole pieces with tokens that are never chosen."""
         padded = self._scratch.rows("logits", logits.shape[0], self._padded_size, logits.device)
         padded[:, self._vocab_size :] = -torch.inf
-        sources = logits.detach()[:, : self._vocab_size].unbind()
+        sources = logits[:, : self._vocab_size].unbind()
         for row, target in enumerate(padded[:, : self._vocab_size].unbind()):
             target.copy_(sources[order[row]])
         usable = torch.isfinite(padded.amax(-1)).tolist()
@@ -117,7 +118,7 @@ class Sampler:
         if num_whole < len(params):
             kept = self._scratch.rows("kept", len(params) - num_whole, values.shape[1], values.device)
             truncate(values[num_whole:], weights[num_whole:], truncation.rows(num_whole), kept)
-        return _invert(weights, uniforms)
+        return invert(weights, uniforms)
 
 
 def _sampling(chunk: Chunk) -> SamplingParams:
@@ -148,7 +149,7 @@ def _first_largest(values: torch.Tensor) -> torch.Tensor:
     return piece * _PIECE + _pick(pieces, piece).argmax(-1)
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token of each row at which the running sum exceeds its uniform share of the whole."""
     pieces = weights.view(weights.shape[0], -1, _PIECE)
     sums = pieces.sum(-1).double().cumsum(-1)

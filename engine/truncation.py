@@ -82,10 +82,10 @@ def _largest(values: torch.Tensor, num: int) -> torch.Tensor:
     """
     columns = values.view(values.shape[0], _COLUMN, -1)
     if columns.shape[2] <= num:
-        return _descending(values)[:, :num]
+        return _descending(values, num)
     best = columns.amax(1).topk(num, sorted=False).indices
     candidates = columns.gather(2, best[:, None, :].expand(-1, _COLUMN, -1))
-    return _descending(candidates.flatten(1))[:, :num]
+    return _descending(candidates.flatten(1), num)
 
 
 def _cutoffs(
@@ -98,7 +98,7 @@ def _cutoffs(
     for row in torch.nonzero(num_kept < 0)[:, 0]:
         alone = row[None]
         threshold[alone], num_kept[alone] = _cut(
-            _descending(logits[alone]), length, total[alone], truncation.rows(alone)
+            _descending(logits[alone], length), length, total[alone], truncation.rows(alone)
         )
     return threshold, num_kept
 
@@ -125,11 +125,11 @@ def _cut(
     return torch.maximum(threshold, floor.float()), num_kept.masked_fill(is_open, -1)
 
 
-def _descending(values: torch.Tensor) -> torch.Tensor:
+def _descending(values: torch.Tensor, num: int) -> torch.Tensor:
     if values.device.type != "cpu":
-        return values.sort(dim=-1, descending=True).values
+        return values.sort(dim=-1, descending=True).values[:, :num]
     # NumPy sorts with vector instructions, some twenty times faster than torch does.
-    return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1)[:, -num:]).flip(-1)
 
 
 def _places(values: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

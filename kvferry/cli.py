@@ -138,7 +138,7 @@ def demo() -> None:
         _pull_demo_model()
         # Free ports, so that it runs beside a deployment.
         config = settings.parse({"router": {"grpc_port": 0, "http_port": 0}})
-        if not launch.run(config, launch.say_with_time(), _ask_demo_question):
+        if not launch.run(config, launch.say_with_time(), _ask_demo_question, show_logs=False):
             raise typer.Exit(128 + signal.SIGINT)
 
 

@@ -24,7 +24,9 @@ def moments_table(moments: Sequence[Moment]) -> Table:
 def pools_table(pools: Pools) -> Table:
     """The workers of both pools."""
     title = f"{pools.model}: {pools.num_requests} requests, {pools.num_queued} of them queued"
-    table = Table("worker", "role", "address", "state", title=title, title_justify="left")
+    table = Table("worker", "role", title=title, title_justify="left")
+    table.add_column("address", no_wrap=True)
+    table.add_column("state", overflow="fold")
     for heading in ("waiting", "running", "blocks used"):
         table.add_column(heading, justify="right")
     for worker in sorted(pools.workers, key=_prefill_first):

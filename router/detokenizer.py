@@ -75,10 +75,8 @@ class _Window:
 
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> list[int]:
-    """The last token of the prompt's text, unless a special token ends that text."""
+    """The prompt's last token that is no byte; a special one, having no text, is no context at all."""
     for token_id in reversed(prompt_token_ids):
-        if tokenizer.is_special(token_id):
-            return []
         if tokenizer.is_known(token_id) and not tokenizer.is_byte(token_id):
             return [token_id]
     return []

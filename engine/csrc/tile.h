@@ -10,7 +10,8 @@
 
 namespace kvferry {
 
-constexpr int64_t kTileKeys = 64;  // keys and values of a tile stay in the nearest caches
+// Keys and values of a tile stay in the nearest caches; what is fetched ahead of a single query must, too.
+constexpr int64_t kTileKeys = 128, kSingleTileKeys = 64;
 constexpr float kLog2E = 1.44269504f;
 
 inline int64_t round_up(int64_t value, int64_t multiple) {
@@ -102,10 +103,11 @@ class TileWorker {
   void run(const Tile& tile, float* partial_sums, Running* partials) {
     num_rows_ = tile.num_queries * call_.group;
     for (int64_t head = 0; head < tile.num_heads; ++head) start(tile, head);
-    for (int64_t key = tile.first_key; key < tile.end_key; key += kTileKeys) {
-      num_keys_ = std::min(kTileKeys, tile.end_key - key);
+    const int64_t step = tile.num_queries == 1 ? kSingleTileKeys : kTileKeys;
+    for (int64_t key = tile.first_key; key < tile.end_key; key += step) {
+      num_keys_ = std::min(step, tile.end_key - key);
       find_tokens(tile, key, tokens_);
-      find_tokens(tile, key + kTileKeys, next_tokens_);
+      find_tokens(tile, key + step, next_tokens_);
       for (int64_t head = 0; head < tile.num_heads; ++head) {
         look_ahead(tile, head);
         pack_keys(tile.first_head + head);

@@ -97,13 +97,15 @@ class Lease(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., generation: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class BlockCounts(_message.Message):
-    __slots__ = ("free", "reserved", "running", "total")
+    __slots__ = ("free", "reserved", "running", "total", "cached")
     FREE_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     free: int
     reserved: int
     running: int
     total: int
-    def __init__(self, free: _Optional[int] = ..., reserved: _Optional[int] = ..., running: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
+    cached: int
+    def __init__(self, free: _Optional[int] = ..., reserved: _Optional[int] = ..., running: _Optional[int] = ..., total: _Optional[int] = ..., cached: _Optional[int] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xdc\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ChatPromptH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05label\x18\x07 \x01(\tB\x08\n\x06prompt\"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"H\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"U\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.kvferry.v1.TokenLogprobs\"=\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\"7\n\x06Moment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\x12\x11\n\tworker_id\x18\x03 \x01(\t\"\x82\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.kvferry.v1.Moment2[\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xf0\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.ChatPromptH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\r\n\x05label\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\tB\x08\n\x06prompt\"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.kvferry.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"H\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\"U\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.kvferry.v1.TokenLogprobs\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"7\n\x06Moment\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\x12\x11\n\tworker_id\x18\x03 \x01(\t\"\x82\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12#\n\x07moments\x18\x03 \x03(\x0b\x32\x12.kvferry.v1.Moment2[\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,19 +39,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=170
   _globals['_TOKENIDS']._serialized_end=193
   _globals['_GENERATEREQUEST']._serialized_start=196
-  _globals['_GENERATEREQUEST']._serialized_end=416
-  _globals['_GENERATERESPONSE']._serialized_start=419
-  _globals['_GENERATERESPONSE']._serialized_end=566
-  _globals['_ACCEPTED']._serialized_start=568
-  _globals['_ACCEPTED']._serialized_end=640
-  _globals['_DELTA']._serialized_start=642
-  _globals['_DELTA']._serialized_end=727
-  _globals['_USAGE']._serialized_start=729
-  _globals['_USAGE']._serialized_end=790
-  _globals['_MOMENT']._serialized_start=792
-  _globals['_MOMENT']._serialized_end=847
-  _globals['_FINISHED']._serialized_start=850
-  _globals['_FINISHED']._serialized_end=980
-  _globals['_INFERENCESERVICE']._serialized_start=982
-  _globals['_INFERENCESERVICE']._serialized_end=1073
+  _globals['_GENERATEREQUEST']._serialized_end=436
+  _globals['_GENERATERESPONSE']._serialized_start=439
+  _globals['_GENERATERESPONSE']._serialized_end=586
+  _globals['_ACCEPTED']._serialized_start=588
+  _globals['_ACCEPTED']._serialized_end=660
+  _globals['_DELTA']._serialized_start=662
+  _globals['_DELTA']._serialized_end=747
+  _globals['_USAGE']._serialized_start=749
+  _globals['_USAGE']._serialized_end=837
+  _globals['_MOMENT']._serialized_start=839
+  _globals['_MOMENT']._serialized_end=894
+  _globals['_FINISHED']._serialized_start=897
+  _globals['_FINISHED']._serialized_end=1027
+  _globals['_INFERENCESERVICE']._serialized_start=1029
+  _globals['_INFERENCESERVICE']._serialized_end=1120
 # @@protoc_insertion_point(module_scope)

@@ -1,8 +1,9 @@
 from kvferry.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -21,24 +22,42 @@ REFUSAL_REASON_SHAPE: RefusalReason
 REFUSAL_REASON_DUPLICATE: RefusalReason
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "block", "end")
+    __slots__ = ("header", "block", "end", "shared_blocks")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
     block: Block
     end: PushEnd
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., end: _Optional[_Union[PushEnd, _Mapping]] = ...) -> None: ...
+    shared_blocks: SharedBlocks
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., end: _Optional[_Union[PushEnd, _Mapping]] = ..., shared_blocks: _Optional[_Union[SharedBlocks, _Mapping]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("lease", "block_bytes", "num_blocks")
+    __slots__ = ("lease", "block_bytes", "num_blocks", "shared_memory")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     lease: _common_pb2.Lease
     block_bytes: int
     num_blocks: int
-    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    shared_memory: SharedMemory
+    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("boot_id", "pid", "fd", "name", "num_bytes")
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    FD_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    boot_id: str
+    pid: int
+    fd: int
+    name: str
+    num_bytes: int
+    def __init__(self, boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., name: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("index", "generation", "checksum", "layer_begin", "layer_end", "head_begin", "head_end", "data")
@@ -60,6 +79,18 @@ class Block(_message.Message):
     data: bytes
     def __init__(self, index: _Optional[int] = ..., generation: _Optional[int] = ..., checksum: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ..., head_begin: _Optional[int] = ..., head_end: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class SharedBlocks(_message.Message):
+    __slots__ = ("generation", "indices", "source_blocks", "checksums")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    source_blocks: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., indices: _Optional[_Iterable[int]] = ..., source_blocks: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class PushEnd(_message.Message):
     __slots__ = ("first_token_id",)
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -77,8 +108,10 @@ class PushResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[PushOpened, _Mapping]] = ..., refused: _Optional[_Union[BlockRefused, _Mapping]] = ..., completed: _Optional[_Union[PushCompleted, _Mapping]] = ...) -> None: ...
 
 class PushOpened(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("takes_shared_memory",)
+    TAKES_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    takes_shared_memory: bool
+    def __init__(self, takes_shared_memory: _Optional[bool] = ...) -> None: ...
 
 class BlockRefused(_message.Message):
     __slots__ = ("index", "reason")

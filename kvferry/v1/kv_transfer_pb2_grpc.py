@@ -48,7 +48,8 @@ class KvTransferServiceServicer:
 
     def Push(self, request_iterator, context):
         """Fills one reservation: a header, then, once the worker has answered `opened`, blocks in any order
-        and an end. The worker answers `refused` for each block that it will not take and `completed` once
+        and an end. Blocks travel as bytes, or, where `opened` says so, as places in the sender's shared
+        memory. The worker answers `refused` for each block that it will not take and `completed` once
         it has them all. PERMISSION_DENIED for a lease that is unknown, stale, complete or being filled by
         another stream; INVALID_ARGUMENT for a header that does not fit the cache.
         """

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/registry.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\x9a\x01\n\x0bJoinRequest\x12\x30\n\x0cregistration\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.RegistrationH\x00\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.LoadReportH\x00\x12&\n\x04step\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.StepUpdateH\x00\x42\t\n\x07message\"\x91\x01\n\x0cRegistration\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12.\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.Capabilities\"\xaf\x02\n\x0c\x43\x61pabilities\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\x12\x11\n\tkv_layout\x18\t \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\n \x01(\r\x12\x13\n\x0bhash_scheme\x18\x0b \x01(\t\x12\r\n\x05\x63odec\x18\x0c \x01(\t\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\"\xe4\x01\n\nLoadReport\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.BlockCounts\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x04 \x01(\x04\x12\x36\n\x08\x63ounters\x18\x05 \x03(\x0b\x32$.kvferry.v1.LoadReport.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9a\x01\n\nStepUpdate\x12\x13\n\x0bgenerations\x18\x01 \x03(\x04\x12\x16\n\x0eoutput_indices\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvferry.v1.StepLogprobs\x12 \n\x05\x65nded\x18\x05 \x03(\x0b\x32\x11.kvferry.v1.Ended\"H\n\x0cStepLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.TokenLogprobs\"[\n\x05\x45nded\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"7\n\x0cJoinResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cincompatible\x18\x02 \x01(\t2P\n\x0fRegistryService\x12=\n\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvferry/v1/registry.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\x9a\x01\n\x0bJoinRequest\x12\x30\n\x0cregistration\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.RegistrationH\x00\x12&\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.LoadReportH\x00\x12&\n\x04step\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.StepUpdateH\x00\x42\t\n\x07message\"\x91\x01\n\x0cRegistration\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1e\n\x04role\x18\x03 \x01(\x0e\x32\x10.kvferry.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12.\n\x0c\x63\x61pabilities\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.Capabilities\"\xaf\x02\n\x0c\x43\x61pabilities\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x07 \x01(\r\x12\x10\n\x08head_dim\x18\x08 \x01(\r\x12\x11\n\tkv_layout\x18\t \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\n \x01(\r\x12\x13\n\x0bhash_scheme\x18\x0b \x01(\t\x12\r\n\x05\x63odec\x18\x0c \x01(\t\x12\x18\n\x10protocol_version\x18\r \x01(\r\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\"\x95\x02\n\nLoadReport\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.BlockCounts\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x1a\n\x12num_pending_tokens\x18\x04 \x01(\x04\x12\x36\n\x08\x63ounters\x18\x05 \x03(\x0b\x32$.kvferry.v1.LoadReport.CountersEntry\x12/\n\rblock_changes\x18\x06 \x01(\x0b\x32\x18.kvferry.v1.BlockChanges\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"U\n\x0c\x42lockChanges\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0bis_snapshot\x18\x02 \x01(\x08\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\"\x9a\x01\n\nStepUpdate\x12\x13\n\x0bgenerations\x18\x01 \x03(\x04\x12\x16\n\x0eoutput_indices\x18\x02 \x03(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.kvferry.v1.StepLogprobs\x12 \n\x05\x65nded\x18\x05 \x03(\x0b\x32\x11.kvferry.v1.Ended\"H\n\x0cStepLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.TokenLogprobs\"[\n\x05\x45nded\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"N\n\x0cJoinResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cincompatible\x18\x02 \x01(\t\x12\x15\n\rresend_blocks\x18\x03 \x01(\x08\x32P\n\x0fRegistryService\x12=\n\x04Join\x12\x17.kvferry.v1.JoinRequest\x1a\x18.kvferry.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,17 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CAPABILITIES']._serialized_start=372
   _globals['_CAPABILITIES']._serialized_end=675
   _globals['_LOADREPORT']._serialized_start=678
-  _globals['_LOADREPORT']._serialized_end=906
-  _globals['_LOADREPORT_COUNTERSENTRY']._serialized_start=859
-  _globals['_LOADREPORT_COUNTERSENTRY']._serialized_end=906
-  _globals['_STEPUPDATE']._serialized_start=909
-  _globals['_STEPUPDATE']._serialized_end=1063
-  _globals['_STEPLOGPROBS']._serialized_start=1065
-  _globals['_STEPLOGPROBS']._serialized_end=1137
-  _globals['_ENDED']._serialized_start=1139
-  _globals['_ENDED']._serialized_end=1230
-  _globals['_JOINRESPONSE']._serialized_start=1232
-  _globals['_JOINRESPONSE']._serialized_end=1287
-  _globals['_REGISTRYSERVICE']._serialized_start=1289
-  _globals['_REGISTRYSERVICE']._serialized_end=1369
+  _globals['_LOADREPORT']._serialized_end=955
+  _globals['_LOADREPORT_COUNTERSENTRY']._serialized_start=908
+  _globals['_LOADREPORT_COUNTERSENTRY']._serialized_end=955
+  _globals['_BLOCKCHANGES']._serialized_start=957
+  _globals['_BLOCKCHANGES']._serialized_end=1042
+  _globals['_STEPUPDATE']._serialized_start=1045
+  _globals['_STEPUPDATE']._serialized_end=1199
+  _globals['_STEPLOGPROBS']._serialized_start=1201
+  _globals['_STEPLOGPROBS']._serialized_end=1273
+  _globals['_ENDED']._serialized_start=1275
+  _globals['_ENDED']._serialized_end=1366
+  _globals['_JOINRESPONSE']._serialized_start=1368
+  _globals['_JOINRESPONSE']._serialized_end=1446
+  _globals['_REGISTRYSERVICE']._serialized_start=1448
+  _globals['_REGISTRYSERVICE']._serialized_end=1528
 # @@protoc_insertion_point(module_scope)

@@ -64,7 +64,7 @@ class Capabilities(_message.Message):
     def __init__(self, model: _Optional[str] = ..., model_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., kv_layout: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., hash_scheme: _Optional[str] = ..., codec: _Optional[str] = ..., protocol_version: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("blocks", "num_waiting", "num_running", "num_pending_tokens", "counters")
+    __slots__ = ("blocks", "num_waiting", "num_running", "num_pending_tokens", "counters", "block_changes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -77,12 +77,26 @@ class LoadReport(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_CHANGES_FIELD_NUMBER: _ClassVar[int]
     blocks: _common_pb2.BlockCounts
     num_waiting: int
     num_running: int
     num_pending_tokens: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    block_changes: BlockChanges
+    def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_pending_tokens: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., block_changes: _Optional[_Union[BlockChanges, _Mapping]] = ...) -> None: ...
+
+class BlockChanges(_message.Message):
+    __slots__ = ("sequence", "is_snapshot", "added", "removed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    is_snapshot: bool
+    added: bytes
+    removed: bytes
+    def __init__(self, sequence: _Optional[int] = ..., is_snapshot: _Optional[bool] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("generations", "output_indices", "token_ids", "logprobs", "ended")
@@ -117,9 +131,11 @@ class Ended(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("router_id", "incompatible")
+    __slots__ = ("router_id", "incompatible", "resend_blocks")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     INCOMPATIBLE_FIELD_NUMBER: _ClassVar[int]
+    RESEND_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     incompatible: str
-    def __init__(self, router_id: _Optional[str] = ..., incompatible: _Optional[str] = ...) -> None: ...
+    resend_blocks: bool
+    def __init__(self, router_id: _Optional[str] = ..., incompatible: _Optional[str] = ..., resend_blocks: _Optional[bool] = ...) -> None: ...

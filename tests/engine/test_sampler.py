@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.engine import Chunk
 from engine.random_numbers import scramble, uniform
-from engine.sampler import Sampler
+from engine.sampler import Sampler, invert
+from engine.truncation import weigh
 from kvferry.sampling import SamplingParams
 
 EOS = frozenset({2, 7})
@@ -228,8 +229,11 @@ def test_random_numbers_are_splitmix64():
     # The first outputs of its author's own program for the seed 1234567.
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert [scramble((1234567 + n * step) % 2**64) for n in (1, 2, 3)] == published
-    # Pinned: a change of this function changes every seeded result of every user.
-    assert uniform(0, 0) == (0xE220A8397B1DCDAF >> 11) / 2**53
+    # And for the seed 0. A change of this function changes every seeded result of every user.
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [uniform(0, p) for p in range(3)] == [(number >> 11) / 2**53 for number in published]
+    # No seed is another one moved along.
+    assert uniform(step, 0) != uniform(0, 1)
     assert all(0 <= uniform(seed, p) < 1 for seed in (0, 1, 2**64 - 1) for p in (0, 1, 2**31))
 
 
@@ -315,6 +319,12 @@ def test_penalties_change_the_tokens_they_are_for_and_no_others():
     assert best(prompt=[0], repetition_penalty=1e-300) == 0
 
 
+def test_the_most_extreme_penalty_leaves_a_distribution():
+    logits = torch.tensor([1.0, 2.0, 1.5, -1.0])
+    chunks = [chunk(params(repetition_penalty=1e-300, seed=i), prompt=[0, 2]) for i in range(50)]
+    assert set(sample_ids(logits.expand(50, -1), chunks)) == {0, 2}
+
+
 def test_logit_bias_forces_and_forbids():
     logits = random_logits(1, 2000)
     best = int(logits.argmax())
@@ -384,6 +394,16 @@ def test_rows_of_padding_beyond_the_vocabulary_are_never_chosen(fields):
     assert max(sample_ids(logits, chunks, vocab_size=130)) < 130
 
 
+def test_it_works_inside_and_outside_of_inference_mode():
+    sampler = Sampler(300, EOS)
+    chunks = [chunk(params(top_k=2, logit_bias={5: 1}, logprobs=True, top_logprobs=2))]
+    with torch.inference_mode():
+        logits = random_logits(1, 300)
+        first = sampler.sample(logits, chunks)
+    assert sampler.sample(random_logits(1, 300).requires_grad_(), chunks) == first
+    assert sampler.sample(logits, chunks) == first
+
+
 def test_the_logits_are_not_changed():
     logits = random_logits(3, 128)
     before = logits.clone()
@@ -410,6 +430,16 @@ def test_a_token_that_the_model_forbids_is_never_drawn():
     logits[:, 1:299] = -math.inf
     chunks = [chunk(params(seed=seed, temperature=2)) for seed in range(200)]
     assert set(sample_ids(logits, chunks)) == {0, 299}
+
+
+def test_no_rounding_reaches_a_token_without_weight():
+    weights = random_logits(2, 1024, scale=1.0).exp()
+    weights[:, :200] = 0
+    weights[:, 700:] = 0
+    # The ends of what a random number can be; 1 is where rounding may put it.
+    assert invert(weights, torch.tensor([0.0, 1.0], dtype=torch.float64)).tolist() == [200, 699]
+    logits = torch.tensor([[0.0, -math.inf, -200.0, torch.finfo(torch.float32).min, -1.0]])
+    assert (weigh(logits, torch.ones(1, dtype=torch.float64)) > 0).tolist() == [[True, *[False] * 3, True]]
 
 
 def test_a_missing_seed_is_an_error_and_no_hidden_randomness():

@@ -50,7 +50,8 @@ async def test_a_stream_says_what_the_whole_response_says(client, service):
     assert last.choices == []
     assert last.usage == whole.usage
     choices = [chunk.choices[0] for chunk in parts]
-    assert all(chunk.usage is None for chunk in parts)
+    # OpenAI's chunks then have the field, without a value, from the start.
+    assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in parts)
     assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
     streamed = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
