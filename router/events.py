@@ -31,6 +31,13 @@ class RequestSpec:
     label: str = ""
     timeout_s: float | None = None
 
+    @property
+    def num_chars(self) -> int:
+        """Characters to tokenise."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        return sum(len(item.content) for item in self.prompt if isinstance(item, ChatMessage))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -44,7 +44,7 @@ class Endpoints:
     ) -> Response:
         body = body_class.parse(await _read_body(request, self._max_body_bytes))
         try:
-            accepted = self._service.validate(body.spec())
+            accepted = await self._service.validate(body.spec())
         except InvalidRequest as error:
             raise body.in_clients_words(error) from error
         request.state.request_id = accepted.request_id

@@ -5,6 +5,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from router.tokenizer import Tokenizer
 from router.validation import validate
 
 logger = logging.getLogger(__name__)
+
+# About 2 ms of tokenising.
+LONG_PROMPT_CHARS = 4096
 
 
 class Router:
@@ -45,15 +49,19 @@ class Router:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def validate(self, spec: RequestSpec) -> Request:
+    async def validate(self, spec: RequestSpec) -> Request:
         """Everything that can be refused is refused here. Raises `router.errors.InvalidRequest`."""
-        request = validate(
+        check = partial(
+            validate,
             spec,
             self._model,
             self.tokenizer,
             now_s=asyncio.get_running_loop().time(),
             default_timeout_s=self._config.request_timeout_s,
         )
+        # A thread costs more than it saves for a short prompt; a long one would hold up everybody's tokens.
+        is_long = spec.num_chars > LONG_PROMPT_CHARS
+        request = await asyncio.to_thread(check) if is_long else check()
         # Where the client names no bound, the caches' size is one more.
         if spec.sampling.max_tokens is None and (capacity := self.registry.max_tokens()) is not None:
             request = request.bounded(capacity - len(request.prompt_token_ids))

@@ -42,7 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.GenerateResponse]:
-        accepted = self._router.validate(_spec(request, context.time_remaining()))
+        accepted = await self._router.validate(_spec(request, context.time_remaining()))
         yield pb.GenerateResponse(
             accepted=pb.Accepted(
                 request_id=accepted.request_id,

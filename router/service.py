@@ -13,7 +13,7 @@ class Service(Protocol):
     model_name: str
     tokenizer: Tokenizer
 
-    def validate(self, spec: RequestSpec) -> Request:
+    async def validate(self, spec: RequestSpec) -> Request:
         """Everything that can be refused is refused here. Raises `router.errors.InvalidRequest`."""
         ...
 

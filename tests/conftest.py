@@ -122,7 +122,7 @@ class ScriptedService:
         self.started = asyncio.Event()
         self.closed = asyncio.Event()
 
-    def validate(self, spec: RequestSpec) -> Request:
+    async def validate(self, spec: RequestSpec) -> Request:
         now_s = time.monotonic()
         return validate(spec, self.model, self.tokenizer, now_s=now_s, default_timeout_s=60)
 
