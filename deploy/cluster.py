@@ -6,16 +6,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+import psutil
 import ray
 
 from deploy.environment import on_a_cluster
+from deploy.signals import held
 from kvferry.config import Resources
 
 # Nothing of ours goes through Ray's object store; this is about the least that Ray takes.
 _OBJECT_STORE_BYTES = 100 * 2**20
+_KILL_TIMEOUT_S = 2.0
 # Resources that Ray adds by itself and nobody asks for.
 _OWN_RESOURCES = ("node:", "memory", "object_store_memory", "accelerator_type:", "bundle")
 
@@ -107,6 +111,15 @@ class Cluster:
         )
 
     def _close(self) -> None:
-        ray.shutdown()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with held():
+            if self._folder:
+                # Ray itself forgets its agents, and all it has begun to start when a signal breaks that off.
+                processes = psutil.Process().children(recursive=True)
+                ray.shutdown()
+                for process in processes:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(processes, timeout=_KILL_TIMEOUT_S)
+                shutil.rmtree(self._folder, ignore_errors=True)
+            else:
+                ray.shutdown()

@@ -7,14 +7,13 @@ otherwise. SIGINT and SIGTERM end every process within seconds, with exit status
 """
 
 import asyncio
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import environment
+from deploy import environment, signals
 from kvferry import config as settings
 from kvferry import models
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 Job = Callable[["Addresses"], Awaitable[None]]
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class LaunchFailed(Exception):
@@ -40,11 +37,20 @@ def run(
     `show_logs` shows them what the actors log too. Call it in the main thread. Raises `LaunchFailed`,
     `ModelNotFound`, and whatever the job raises.
     """
+    try:
+        with signals.as_interrupts():
+            return _launch(config, say, job, show_logs)
+    except (KeyboardInterrupt, SystemExit):
+        # The latter is how Ray, once it is up, answers SIGTERM outside of our event loop.
+        return False
+
+
+def _launch(config: settings.DeploymentConfig, say: Say, job: Job | None, show_logs: bool) -> bool:
     if not environment.on_a_cluster():
         # Sooner than the workers would, who do it each on its node.
         models.resolve(config.model)
     environment.prepare()
-    say("starting Ray" if not environment.on_a_cluster() else "joining the Ray cluster")
+    say("joining the Ray cluster" if environment.on_a_cluster() else "starting Ray")
     # Here, because Ray reads its environment when it is imported.
     from deploy.cluster import Cluster, ClusterUnavailable, request_of
     from deploy.deployment import Deployment
@@ -57,8 +63,6 @@ def run(
             return asyncio.run(_run(lambda: Deployment(cluster, config, say), say, job))
     except (ClusterUnavailable, StartFailed) as error:
         raise LaunchFailed(str(error)) from error
-    except KeyboardInterrupt:
-        return False
 
 
 def say_with_time() -> Say:
@@ -76,7 +80,7 @@ async def _run(make: "Callable[[], Deployment]", say: Say, job: Job | None) -> b
     deployment = make()
     work = asyncio.create_task(_work(deployment, say, job))
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
+    for number in signals.ENDING:
         loop.add_signal_handler(number, work.cancel)
     try:
         await work
@@ -84,7 +88,7 @@ async def _run(make: "Callable[[], Deployment]", say: Say, job: Job | None) -> b
     except asyncio.CancelledError:
         return False
     finally:
-        for number in _SIGNALS:
+        for number in signals.ENDING:
             # A second Ctrl-C must not stop the clean-up half-way.
             loop.add_signal_handler(number, lambda: None)
         await deployment.stop()

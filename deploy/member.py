@@ -29,7 +29,7 @@ LOCAL_PATIENCE_S = 5.0
 POLL_S = 0.05
 CALL_TIMEOUT_S = 10.0
 
-# Exceptions from these packages say all there is to say; others are shown with their traceback.
+# Exceptions from these packages say all there is to say, as do the system's; others need their traceback.
 _PACKAGES = {
     "kvferry",
     "engine",
@@ -193,7 +193,7 @@ class Member:
 
 def _cause(error: RayTaskError) -> str:
     cause = error.cause
-    if type(cause).__module__.split(".")[0] in _PACKAGES:
+    if isinstance(cause, OSError) or type(cause).__module__.split(".")[0] in _PACKAGES:
         return f"{type(cause).__name__}: {cause}"
     return str(error)
 

@@ -97,8 +97,8 @@ Plan make_plan(const Batch& batch, const Call<T>& call, int64_t num_kv_heads, in
 template <typename T>
 void merge_partials(const Merge& merge, const Call<T>& call, const float* sums, const Running* partials) {
   for (int64_t row = 0; row < merge.num_rows; ++row) {
-    T* to = call.out +
-            (merge.tile.first_row * call.num_heads + merge.tile.first_head * call.group + row) * call.head_dim;
+    const int64_t first_head = merge.tile.first_head * call.group;
+    T* to = call.out + (merge.tile.first_row * call.num_heads + first_head + row) * call.head_dim;
     const Running* results = partials + merge.first_partial + row;
     const float* values = sums + (merge.first_partial + row) * call.head_dim;
     Floats maximum = broadcast(kNegativeInfinity), weight{};
@@ -126,7 +126,9 @@ void attend(const Batch& batch, const Call<T>& call, int64_t num_kv_heads) {
   at::parallel_for(0, std::min(num_threads, num_tiles), 1, [&](int64_t, int64_t) {
     static thread_local Scratch scratch;
     TileWorker<T> worker(call, plan.max_rows, plan.max_heads, scratch);
-    for (int64_t i = next++; i < num_tiles; i = next++) worker.run(plan.tiles[i], sums.data(), partials.data());
+    for (int64_t i = next++; i < num_tiles; i = next++) {
+      worker.run(plan.tiles[i], sums.data(), partials.data());
+    }
   });
   for (const Merge& merge : plan.merges) merge_partials(merge, call, sums.data(), partials.data());
 }
@@ -149,37 +151,41 @@ void write_cache(const at::Tensor& from, const int64_t* slots, const at::Tensor&
   });
 }
 
-void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache,
-           const at::Tensor& value_cache, const at::Tensor& slots, const at::Tensor& starts,
-           const at::Tensor& lengths, const at::Tensor& tables) {
+void check(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+           const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
+           const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& tables) {
   const int64_t head_dim = key_cache.size(3), tokens = query.size(2), kv_heads = key_cache.size(2);
   TORCH_CHECK(head_dim % 8 == 0 && head_dim <= 256, "head size ", head_dim, " is no multiple of 8 up to 256");
   for (const at::Tensor& t : {query, key, value}) {
     TORCH_CHECK(t.dim() == 4 && t.size(0) == 1 && t.size(2) == tokens && t.size(3) == head_dim &&
                     t.stride(3) == 1 && t.scalar_type() == key_cache.scalar_type(),
-                "expected [1, heads, ", tokens, ", ", head_dim, "] of the cache's dtype, got ", t.sizes(), " of ",
-                t.scalar_type());
+                "expected [1, heads, ", tokens, ", ", head_dim, "] of the cache's dtype, got ", t.sizes(),
+                " of ", t.scalar_type());
   }
   TORCH_CHECK(key.size(1) == kv_heads && value.size(1) == kv_heads && query.size(1) % kv_heads == 0,
               "heads do not fit the cache's ", kv_heads);
   TORCH_CHECK(key_cache.stride(3) == 1 && key_cache.sizes() == value_cache.sizes() &&
                   key_cache.strides() == value_cache.strides(),
               "key and value cache must have one layout");
-  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.numel() == tokens && slots.is_contiguous(), "slots");
+  TORCH_CHECK(slots.scalar_type() == at::kLong && slots.numel() == tokens && slots.is_contiguous(),
+              "slots must be ", tokens, " contiguous int64");
   const int64_t num_sequences = lengths.numel();
   for (const at::Tensor& t : {starts, lengths, tables}) {
     TORCH_CHECK(t.scalar_type() == at::kInt && t.is_contiguous(), "step metadata must be contiguous int32");
   }
   TORCH_CHECK(starts.numel() == num_sequences + 1 && tables.dim() == 2 && tables.size(0) == num_sequences,
               "step metadata of different lengths");
-  TORCH_CHECK(num_sequences == 0 || starts.const_data_ptr<int32_t>()[num_sequences] == tokens, "query starts");
+  TORCH_CHECK(starts.const_data_ptr<int32_t>()[0] == 0 &&
+                  starts.const_data_ptr<int32_t>()[num_sequences] == tokens,
+              "starts must lead from 0 to ", tokens);
 }
 
 // What would read or write outside the cache.
 void check_bounds(const Batch& batch, const int64_t* slots, int64_t num_tokens, const at::Tensor& cache) {
   const int64_t num_blocks = cache.size(0), block_size = cache.size(1);
   for (int64_t t = 0; t < num_tokens; ++t) {
-    TORCH_CHECK(slots[t] >= 0 && slots[t] < num_blocks * block_size, "slot ", slots[t], " is outside the cache");
+    TORCH_CHECK(slots[t] >= 0 && slots[t] < num_blocks * block_size, "slot ", slots[t],
+                " is outside the cache");
   }
   for (int64_t s = 0; s < batch.num_sequences; ++s) {
     const int64_t count = batch.starts[s + 1] - batch.starts[s];
@@ -194,9 +200,10 @@ void check_bounds(const Batch& batch, const int64_t* slots, int64_t num_tokens, 
 }
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           const at::Tensor& key_cache, const at::Tensor& value_cache, const at::Tensor& slots,
-                           const at::Tensor& starts, const at::Tensor& lengths, const at::Tensor& tables,
-                           double scale, int64_t window, double softcap) {
+                           const at::Tensor& key_cache, const at::Tensor& value_cache,
+                           const at::Tensor& slots, const at::Tensor& starts, const at::Tensor& lengths,
+                           const at::Tensor& tables, double scale, int64_t window,
+                           double softcap) {
   check(query, key, value, key_cache, value_cache, slots, starts, lengths, tables);
   const Batch batch{starts.const_data_ptr<int32_t>(), lengths.const_data_ptr<int32_t>(),
                     tables.const_data_ptr<int32_t>(), lengths.numel(), tables.size(1)};

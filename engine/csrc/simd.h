@@ -133,7 +133,8 @@ inline Floats reduce(Floats x, F combine) {
   if constexpr (Step == 0) {
     return x;
   } else {
-    return reduce<F, Step / 2>(combine(x, rotate<Step>(x, std::make_integer_sequence<int, kLanes>{})), combine);
+    const Floats other = rotate<Step>(x, std::make_integer_sequence<int, kLanes>{});
+    return reduce<F, Step / 2>(combine(x, other), combine);
   }
 }
 

@@ -286,7 +286,8 @@ class TileWorker {
         continue;
       }
       const int64_t query_head = (tile.first_head + head) * call_.group + row % call_.group;
-      T* to = call_.out + ((tile.first_row + row / call_.group) * call_.num_heads + query_head) * call_.head_dim;
+      const int64_t out_row = (tile.first_row + row / call_.group) * call_.num_heads + query_head;
+      T* to = call_.out + out_row * call_.head_dim;
       const float factor = 1.0f / sum_of(running.weight);
       for (int64_t d = 0; d < call_.head_dim; ++d) to[d] = static_cast<T>(sums[d] * factor);
     }
