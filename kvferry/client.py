@@ -192,16 +192,20 @@ class Client:
         model: str = "",
         priority: int = 0,
         label: str = "",
+        cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> Generation:
         """Starts a request.
 
         model: the served name; "" takes the one that is served. priority: -100 to 100, higher goes first.
-        label: the caller's own name for the request, for logs. timeout_s: when nobody waits any longer;
+        label: the caller's own name for the request, for logs. cache_salt: KV is reused only among requests
+        with the same one. timeout_s: when nobody waits any longer;
         None leaves it to the router. Raises `InvalidRequest` for what cannot even be sent; all else shows
         when the generation is iterated.
         """
-        request = _request(prompt, sampling, model=model, priority=priority, label=label)
+        request = _request(
+            prompt, sampling, model=model, priority=priority, label=label, cache_salt=cache_salt
+        )
         return Generation(self._inference.Generate(request, timeout=timeout_s))
 
     def list_workers(self, timeout_s: float = 5) -> Pools:
@@ -240,10 +244,13 @@ class AsyncClient:
         model: str = "",
         priority: int = 0,
         label: str = "",
+        cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGeneration:
         """As `Client.generate`."""
-        request = _request(prompt, sampling, model=model, priority=priority, label=label)
+        request = _request(
+            prompt, sampling, model=model, priority=priority, label=label, cache_salt=cache_salt
+        )
         return AsyncGeneration(self._inference.Generate(request, timeout=timeout_s))
 
     async def list_workers(self, timeout_s: float = 5) -> Pools:

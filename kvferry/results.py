@@ -51,10 +51,11 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The tokens of a request."""
+    """The tokens of a request. num_cached_tokens: of the prompt, whose KV was reused."""
 
     num_prompt_tokens: int
     num_output_tokens: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One worker as the router sees it. incompatible: why it is not used, "" where it is."""
+    """One worker as the router sees it.
+
+    incompatible: why it is not used, "" where it is. num_free_blocks: held by no request; they may have
+    content that a later one can reuse.
+    """
 
     worker_id: str
     role: Role
@@ -137,19 +142,27 @@ class Collector:
             token_ids=tuple(i for delta in self._deltas for i in delta.token_ids),
             logprobs=tuple(entry for delta in self._deltas for entry in delta.logprobs),
             finish_reason=_FINISH_REASONS[finished.finish_reason],
-            usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens),
+            usage=Usage(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_cached_tokens),
             moments=tuple(Moment(m.name, m.at_s, m.worker_id) for m in finished.moments),
         )
 
 
 def to_request(
-    prompt: Prompt, sampling: SamplingParams | None, *, model: str, priority: int, label: str
+    prompt: Prompt,
+    sampling: SamplingParams | None,
+    *,
+    model: str,
+    priority: int,
+    label: str,
+    cache_salt: str = "",
 ) -> inference_pb2.GenerateRequest:
     """The message for a request. Raises `ValueError` for what no message can hold."""
     try:
-        request = inference_pb2.GenerateRequest(model=model, priority=priority, label=label)
+        request = inference_pb2.GenerateRequest(
+            model=model, priority=priority, label=label, cache_salt=cache_salt
+        )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"model, priority or label: {error}") from error
+        raise ValueError(f"model, priority, label or cache_salt: {error}") from error
     request.sampling.CopyFrom(common_pb2.SamplingParams(**(sampling or SamplingParams()).to_fields()))
     try:
         _set_prompt(request, prompt)
@@ -200,7 +213,7 @@ def _worker(status: admin_pb2.WorkerStatus) -> WorkerInfo:
         num_waiting=load.num_waiting,
         num_running=load.num_running,
         num_pending_tokens=load.num_pending_tokens,
-        num_free_blocks=load.blocks.free,
+        num_free_blocks=load.blocks.free + load.blocks.cached,
         num_blocks=load.blocks.total,
         report_age_s=status.report_age_s,
     )

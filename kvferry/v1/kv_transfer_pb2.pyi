@@ -22,16 +22,16 @@ REFUSAL_REASON_SHAPE: RefusalReason
 REFUSAL_REASON_DUPLICATE: RefusalReason
 
 class PushRequest(_message.Message):
-    __slots__ = ("header", "block", "end", "shared_blocks")
+    __slots__ = ("header", "blocks", "end", "shared_blocks")
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     header: PushHeader
-    block: Block
+    blocks: Blocks
     end: PushEnd
     shared_blocks: SharedBlocks
-    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., block: _Optional[_Union[Block, _Mapping]] = ..., end: _Optional[_Union[PushEnd, _Mapping]] = ..., shared_blocks: _Optional[_Union[SharedBlocks, _Mapping]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., end: _Optional[_Union[PushEnd, _Mapping]] = ..., shared_blocks: _Optional[_Union[SharedBlocks, _Mapping]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
     __slots__ = ("lease", "block_bytes", "num_blocks", "shared_memory")
@@ -58,6 +58,12 @@ class SharedMemory(_message.Message):
     name: str
     num_bytes: int
     def __init__(self, boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., fd: _Optional[int] = ..., name: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[Block]
+    def __init__(self, blocks: _Optional[_Iterable[_Union[Block, _Mapping]]] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("index", "generation", "checksum", "layer_begin", "layer_end", "head_begin", "head_end", "data")

@@ -24,7 +24,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminSe
         self.requests = queue.Queue()
         self.ended = threading.Event()
 
-    def Generate(self, request, context):  # noqa: N802
+    def Generate(self, request, context):
         self.requests.put(request)
         context.add_callback(self.ended.set)
         if request.text.startswith("fail "):
@@ -61,7 +61,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminSe
         )
         yield inference_pb2.GenerateResponse(finished=finished)
 
-    def ListWorkers(self, request, context):  # noqa: N802
+    def ListWorkers(self, request, context):
         worker = admin_pb2.WorkerStatus(
             registration=registry_pb2.Registration(
                 worker_id="decode-0", epoch=9, role=common_pb2.ROLE_DECODE, address="127.0.0.1:1"
