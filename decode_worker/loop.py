@@ -19,6 +19,7 @@ from engine.isolation import step_each
 from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
 from kvferry.sampling import SamplingParams
 from scheduling.allocator import BlockAllocator
+from scheduling.block_hash import BlockHashes
 from scheduling.decode import DecodeScheduler
 from scheduling.sequence import Scheduled, blocks_for
 from scheduling.sequence import Sequence as TokenSequence
@@ -31,7 +32,10 @@ TICK_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """One request on this worker, from its reservation to its end. Times are the event loop's."""
+    """One request on this worker, from its reservation to its end. Times are the event loop's.
+
+    hashes: name the full blocks of its prompt, then of its output.
+    """
 
     request_id: str
     router_id: str
@@ -40,6 +44,7 @@ class DecodeRequest:
     priority: int
     arrived_s: float
     deadline_s: float
+    hashes: BlockHashes
 
 
 class DecodeLoop:
@@ -70,13 +75,18 @@ class DecodeLoop:
         if request.request_id in self.requests or request.request_id in self._free_after_step:
             raise KeyError(request.request_id)
         num_prompt_tokens = len(request.prompt_token_ids)
-        block_table = self.scheduler.reserve(request.request_id, num_prompt_tokens)
+        hashes = request.hashes.of(request.prompt_token_ids)
+        block_table = self.scheduler.reserve(request.request_id, num_prompt_tokens, hashes)
         if block_table is None:
             self.counters["reservations_refused"] += 1
             return None
         self.requests[request.request_id] = request
-        num_prompt_blocks = blocks_for(num_prompt_tokens, self._engine.cache.shape.block_size)
-        return self.reservations.grant(request.request_id, block_table, num_prompt_blocks)
+        block_size = self._engine.cache.shape.block_size
+        num_held = self._allocator.num_shared(request.request_id)
+        self.counters["prefix_query_tokens"] += num_prompt_tokens
+        self.counters["prefix_hit_tokens"] += num_held * block_size
+        num_prompt_blocks = blocks_for(num_prompt_tokens, block_size)
+        return self.reservations.grant(request.request_id, block_table, num_prompt_blocks, num_held)
 
     def complete(self, reservation: Reservation) -> None:
         """Takes over a reservation whose last block has landed: it decodes from the next step on."""
@@ -91,6 +101,7 @@ class DecodeLoop:
                 arrived_s=request.arrived_s,
                 block_table=reservation.block_table,
                 num_computed=len(request.prompt_token_ids),
+                hashes=request.hashes,
             )
         )
         self._wake.set()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -17,6 +18,8 @@ from kvferry.v1 import admin_pb2, common_pb2, decode_pb2_grpc, registry_pb2
 from kvferry.v1 import decode_pb2 as pb
 from rpc.errors import Refused
 from scheduling.allocator import BlockAllocator
+from scheduling.block_feed import BlockChanges
+from scheduling.block_hash import BlockHashes
 from scheduling.sequence import blocks_for
 
 
@@ -24,11 +27,17 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """DecodeService over a loop."""
 
     def __init__(
-        self, loop: DecodeLoop, allocator: BlockAllocator, block_size: int, is_joined: Callable[[str], bool]
+        self,
+        loop: DecodeLoop,
+        allocator: BlockAllocator,
+        model_digest: str,
+        block_size: int,
+        is_joined: Callable[[str], bool],
     ) -> None:
         """`is_joined(router_id)`: whether that router hears this worker's tokens."""
         self._loop = loop
         self._allocator = allocator
+        self._model_digest = model_digest
         self._block_size = block_size
         self._is_joined = is_joined
 
@@ -41,7 +50,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 f"router_id: {request.router_id} has no open Join stream here",
             )
         try:
-            decoding = _from_proto(request)
+            hashes = BlockHashes(self._model_digest, request.cache_salt, self._block_size)
+            decoding = _from_proto(request, hashes)
             self._check_size(decoding)
             reservation = self._loop.reserve(decoding)
         except ValidationError as error:
@@ -50,7 +60,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {error} is held already") from error
         if reservation is None:
             needed = blocks_for(len(request.prompt_token_ids) + 1, self._block_size)
-            free = self._allocator.counts.free
+            free = self._allocator.num_available
             return pb.ReserveResponse(no_room=pb.NoRoom(needed_blocks=needed, free_blocks=free))
         lease = reservation.lease
         return pb.ReserveResponse(
@@ -59,7 +69,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 epoch=lease.epoch,
                 generation=lease.generation,
                 secret=lease.secret,
-            )
+            ),
+            num_held_blocks=reservation.num_held_blocks,
         )
 
     def _check_size(self, request: DecodeRequest) -> None:
@@ -79,7 +90,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return pb.ReleaseResponse()
 
 
-def _from_proto(request: pb.ReserveRequest) -> DecodeRequest:
+def _from_proto(request: pb.ReserveRequest, hashes: BlockHashes) -> DecodeRequest:
     if not request.request_id or not request.prompt_token_ids:
         field = "prompt_token_ids" if request.request_id else "request_id"
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
@@ -95,12 +106,16 @@ def _from_proto(request: pb.ReserveRequest) -> DecodeRequest:
         priority=request.priority,
         arrived_s=now_s,
         deadline_s=now_s + request.deadline_s,
+        hashes=hashes,
     )
 
 
-def load_report(loop: DecodeLoop, allocator: BlockAllocator, receiver: Receiver) -> registry_pb2.LoadReport:
-    """What the router is told at every heartbeat."""
+def load_report(
+    loop: DecodeLoop, allocator: BlockAllocator, receiver: Receiver, changes: BlockChanges | None
+) -> registry_pb2.LoadReport:
+    """What a router is told at every heartbeat."""
     counters = {name: float(value) for name, value in loop.counters.items()}
+    counters["blocks_evicted"] = allocator.cache.num_evictions
     counters["blocks_received"] = receiver.num_blocks_received
     for refusal, count in receiver.refused.items():
         counters[f"blocks_refused_{refusal.name.lower()}"] = count
@@ -109,6 +124,7 @@ def load_report(loop: DecodeLoop, allocator: BlockAllocator, receiver: Receiver)
         num_waiting=len(loop.requests) - loop.scheduler.num_running,
         num_running=loop.scheduler.num_running,
         counters=counters,
+        block_changes=None if changes is None else registry_pb2.BlockChanges(**asdict(changes)),
     )
 
 
@@ -116,7 +132,11 @@ def block_counts(allocator: BlockAllocator) -> common_pb2.BlockCounts:
     """Who holds how many blocks."""
     counts = allocator.counts
     return common_pb2.BlockCounts(
-        free=counts.free, reserved=counts.reserved, running=counts.running, total=counts.total
+        free=counts.free,
+        cached=counts.cached,
+        reserved=counts.reserved,
+        running=counts.running,
+        total=counts.total,
     )
 
 

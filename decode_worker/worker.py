@@ -7,16 +7,20 @@ from decode_worker import server
 from decode_worker.loop import DecodeLoop
 from decode_worker.streams import TokenStreams
 from engine.engine import Engine
+from engine.heap import keep_freed_memory
 from kv_transfer import capabilities
-from kv_transfer.grpc_transport import SERVICE_NAME, KvTransferServicer, max_message_bytes
+from kv_transfer.byte_blocks import max_message_bytes
 from kv_transfer.receiver import Receiver
 from kv_transfer.reservation import ReservationTable
+from kv_transfer.server import SERVICE_NAME, KvTransferServicer, add_to_server
 from kvferry.config import DecodeConfig
-from kvferry.v1 import common_pb2, decode_pb2_grpc, kv_transfer_pb2_grpc, registry_pb2
+from kvferry.v1 import common_pb2, decode_pb2_grpc, registry_pb2
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from rpc.server import GrpcServer
 from rpc.worker import WorkerServer, new_epoch
+from scheduling import block_hash
 from scheduling.allocator import BlockAllocator
+from scheduling.block_feed import BlockFeeds
 from scheduling.decode import DecodeScheduler
 
 
@@ -27,6 +31,7 @@ class DecodeWorker:
         epoch = new_epoch()
         shape = engine.cache.shape
         allocator = BlockAllocator(engine.cache.num_blocks)
+        feeds = BlockFeeds(allocator.cache, engine.cache.num_blocks)
         scheduler = DecodeScheduler(
             allocator, shape.block_size, config.max_batch_size, config.max_step_tokens
         )
@@ -39,15 +44,23 @@ class DecodeWorker:
         grpc_server.add(
             "kvferry.v1.DecodeService",
             server.DecodeServicer(
-                loop, allocator, shape.block_size, lambda router: router in self._server.membership.router_ids
+                loop,
+                allocator,
+                engine.info.model_digest,
+                shape.block_size,
+                lambda router: router in self._server.membership.router_ids,
             ),
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
         )
         grpc_server.add(
             SERVICE_NAME,
             KvTransferServicer(receiver),
-            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
+            add_to_server,
         )
+
+        def on_router_lost(router_id: str) -> None:
+            loop.release_router(router_id)
+            feeds.close(router_id)
 
         def take_step(router_id: str) -> registry_pb2.StepUpdate | None:
             tokens = streams.take(router_id)
@@ -58,18 +71,20 @@ class DecodeWorker:
                 worker_id=worker_id,
                 epoch=epoch,
                 role=common_pb2.ROLE_DECODE,
-                capabilities=capabilities.describe(engine, model_name),
+                capabilities=capabilities.describe(engine, model_name, block_hash.SCHEME),
             ),
             grpc_server,
-            load=lambda: server.load_report(loop, allocator, receiver),
+            load=lambda router_id: server.load_report(loop, allocator, receiver, feeds.take(router_id)),
             audit=lambda: server.audit(loop, allocator),
             take_step=take_step,
-            on_router_lost=loop.release_router,
+            on_resend=feeds.resend,
+            on_router_lost=on_router_lost,
         )
         self._running: asyncio.Task[None] | None = None
 
     async def start(self, host: str, routers: Iterable[str]) -> str:
         """Decodes, serves on a free port and joins the routers; returns the address."""
+        keep_freed_memory()
         self._running = asyncio.create_task(self.loop.run())
         return await self._server.start(host, routers)
 

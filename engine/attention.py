@@ -177,6 +177,8 @@ def choose_backend(shape: BlockShape, device: torch.device, softcap: bool) -> At
         return TorchAttention()
     reason = CpuAttention.why_not(shape)
     if reason is not None:
-        logger.warning("attention runs in plain torch, several times slower than the CPU kernel: %s", reason)
+        logger.warning(
+            "attention runs in plain torch, two to three times slower than the CPU kernel: %s", reason
+        )
         return TorchAttention()
     return CpuAttention() if load_kernels() else TorchAttention()

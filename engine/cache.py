@@ -55,6 +55,7 @@ class KVCache:
             self.blocks = memory.view(size)
         else:
             self.blocks = torch.zeros(size, dtype=shape.dtype, device=device)
+        self._block_bytes = shape.num_bytes
         # [num_blocks, block_bytes], the same memory.
         self._bytes = self.blocks.view(num_blocks, -1).view(torch.uint8)
         self._host = None if self._bytes.is_cuda else self._bytes.view(-1).numpy().data
@@ -71,7 +72,7 @@ class KVCache:
         """A block's bytes in host memory: on the CPU the cache's own, which change with it; else a copy."""
         if self._host is None:
             return self._bytes[block].cpu().numpy().data
-        return self._host[block * self.shape.num_bytes : (block + 1) * self.shape.num_bytes]
+        return self._host[block * self._block_bytes : (block + 1) * self._block_bytes]
 
     def read_block(self, block: int) -> bytes:
         """A copy of a block's bytes."""

@@ -30,7 +30,7 @@ def load_model(config: EngineConfig, folder: Path) -> LoadedModel:
     model_config = read_config(config, folder)
     check_config(model_config, model_class(model_config))
     attention.register()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -89,10 +89,11 @@ def _check_windows(model: PreTrainedModel, windows: list[int]) -> None:
     if layer_types:
         wanted = [kind == "sliding_attention" for kind in layer_types]
     else:
-        sliding = bool(getattr(config, "sliding_window", None)) and getattr(
-            config, "use_sliding_window", True
-        )
-        wanted = [sliding] * len(windows)
+        window = getattr(config, "sliding_window", None) or 0
+        used = getattr(config, "use_sliding_window", True) and window < config.max_position_embeddings
+        if not used:
+            return
+        wanted = [window > 0] * len(windows)
     if [window > 0 for window in windows] != wanted:
         raise refuse(config, "its layers do not tell attention of their sliding window")
 

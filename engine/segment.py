@@ -9,7 +9,6 @@ import mmap
 import os
 import secrets
 import weakref
-from contextlib import suppress
 
 NAME_PREFIX = "kvferry-"
 # What a reader must find set before it maps: a file that shrinks under a mapping kills who reads it.
@@ -30,10 +29,8 @@ class Segment:
         self._close = weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
-        self.memory = mmap.mmap(self.fd, num_bytes)
-        # Where the system leaves the choice to us, attention reads the cache with fewer page look-ups.
-        with suppress(OSError):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        # All pages are made now, about a second a GB: made at first use they would delay a transfer.
+        self.memory = mmap.mmap(self.fd, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def segments_supported() -> bool:

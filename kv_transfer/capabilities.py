@@ -7,8 +7,8 @@ from kvferry.v1 import registry_pb2 as pb
 PROTOCOL_VERSION = 1
 
 
-def describe(engine: Engine, model_name: str) -> pb.Capabilities:
-    """The capabilities of a worker with this engine."""
+def describe(engine: Engine, model_name: str, hash_scheme: str) -> pb.Capabilities:
+    """The capabilities of a worker with this engine, whose blocks are named by `hash_scheme`."""
     shape = engine.cache.shape
     return pb.Capabilities(
         model=model_name,
@@ -21,7 +21,7 @@ def describe(engine: Engine, model_name: str) -> pb.Capabilities:
         head_dim=shape.head_dim,
         kv_layout=LAYOUT,
         tensor_parallel_size=1,
-        hash_scheme="none",
+        hash_scheme=hash_scheme,
         codec="raw",
         protocol_version=PROTOCOL_VERSION,
         num_blocks=engine.cache.num_blocks,

@@ -1,33 +1,39 @@
-"""Blocks over gRPC: one bidirectional stream a request. Works between any two hosts."""
+"""The sending half of a transfer: one bidirectional gRPC stream a request, between any two hosts.
+
+header, with an offer of shared memory --> opened --> blocks, as bytes or as places --> end --> completed
+                                                        ^-- refused: damaged, send again
+"""
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import grpc
 
 from engine.cache import KVCache
-from kv_transfer.receiver import BlockPart, Receiver, Refusal, checksum
-from kv_transfer.reservation import Lease, LeaseRefused, Reservation
-from kv_transfer.transport import Target, TransferFailed
-from kvferry.v1 import common_pb2, kv_transfer_pb2_grpc
+from kv_transfer import shared_blocks
+from kv_transfer.byte_blocks import ByteCarrier, max_message_bytes
+from kv_transfer.reservation import Lease
+from kv_transfer.shared_blocks import SharedCarrier
+from kv_transfer.transport import IDLE_TIMEOUT_S, Target, TransferFailed
+from kvferry.v1 import common_pb2
 from kvferry.v1 import kv_transfer_pb2 as pb
 from rpc.channel import Channels
-from rpc.errors import Refused
 
-SERVICE_NAME = "kvferry.v1.KvTransferService"
-# Room for a message's fields around the block's bytes.
-MESSAGE_OVERHEAD_BYTES = 64 * 1024
+PUSH_METHOD = "/kvferry.v1.KvTransferService/Push"
 # A block whose checksum fails so often is not bad luck.
 MAX_RESENDS = 3
-# Longest silence of a peer in a transfer. Blocks come a chunk apart, and a chunk takes well under this.
-IDLE_TIMEOUT_S = 30.0
 
 
-def max_message_bytes(block_bytes: int) -> int:
-    """The largest message of a transfer: one block and its fields."""
-    return block_bytes + MESSAGE_OVERHEAD_BYTES
+class Carrier(Protocol):
+    """How blocks travel. max_blocks: the most that go in one message."""
+
+    max_blocks: int
+
+    def message(self, blocks: Sequence[tuple[int, int]]) -> bytes:
+        """A serialised PushRequest: of each block its place in the sequence and in the cache."""
+        ...
 
 
 class GrpcTransport:
@@ -35,12 +41,21 @@ class GrpcTransport:
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self._offer = shared_blocks.offer(cache)
         self._channels = Channels(max_message_bytes(cache.shape.num_bytes))
 
     def open(self, target: Target, num_blocks: int) -> "GrpcTransfer":
         """See `kv_transfer.transport.Transport`."""
-        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channels.to(target.address))
-        return GrpcTransfer(stub.Push(), self._cache, target.lease, num_blocks)
+        push: Any = self._channels.to(target.address).stream_stream(
+            PUSH_METHOD,
+            # They come serialised: those with blocks are made without protobuf.
+            request_serializer=None,
+            response_deserializer=pb.PushResponse.FromString,
+        )
+        header = pb.PushHeader(
+            block_bytes=self._cache.shape.num_bytes, num_blocks=num_blocks, shared_memory=self._offer
+        )
+        return GrpcTransfer(push(), self._cache, target.lease, header)
 
     async def close(self) -> None:
         """Ends all transfers."""
@@ -50,26 +65,28 @@ class GrpcTransport:
 class GrpcTransfer:
     """See `kv_transfer.transport.Transfer`."""
 
-    def __init__(self, call: Any, cache: KVCache, lease: Lease, num_blocks: int) -> None:
+    def __init__(self, call: Any, cache: KVCache, lease: Lease, header: pb.PushHeader) -> None:
         self.num_bytes = 0
         self._call = call
         self._cache = cache
         self._lease = lease
-        self._num_blocks = num_blocks
         self._sent: dict[int, int] = {}  # index -> block, to send again what arrives damaged
         self._resends: Counter[int] = Counter()
-        self._opening = asyncio.create_task(self._open())
+        # gRPC takes one message at a time, and a damaged block is sent again while others are on their way.
+        self._writing = asyncio.Lock()
+        self._opening = asyncio.create_task(self._open(header))
         self._answers = asyncio.create_task(self._read_answers())
 
-    async def send(self, index: int, block: int) -> None:
-        await self._opening
-        self._sent[index] = block
-        await self._write_block(index, block)
+    async def send(self, blocks: Sequence[tuple[int, int]]) -> None:
+        carrier = await self._opening
+        self._sent.update(blocks)
+        await self._write_blocks(carrier, blocks)
 
     async def finish(self, first_token_id: int) -> None:
-        await self._opening
-        await self._write(pb.PushRequest(end=pb.PushEnd(first_token_id=first_token_id)))
         try:
+            await self._opening
+            end = pb.PushRequest(end=pb.PushEnd(first_token_id=first_token_id))
+            await self._write(end.SerializeToString())
             async with asyncio.timeout(IDLE_TIMEOUT_S):
                 await self._answers
         except TimeoutError:
@@ -83,43 +100,36 @@ class GrpcTransfer:
         self._answers.cancel()
         await asyncio.gather(self._opening, self._answers, return_exceptions=True)
 
-    async def _open(self) -> None:
-        """Shows the lease and waits for the word that it is good.
+    async def _open(self, header: pb.PushHeader) -> Carrier:
+        """Shows the lease, waits for the word that it is good, and learns how blocks are to travel.
 
         No block is written before: a write that crosses the refusal would hide its reason
         (grpc/grpc#36066).
         """
-        lease = common_pb2.Lease(
-            request_id=self._lease.request_id,
-            epoch=self._lease.epoch,
-            generation=self._lease.generation,
-            secret=self._lease.secret,
+        lease = self._lease
+        header.lease.CopyFrom(
+            common_pb2.Lease(
+                request_id=lease.request_id,
+                epoch=lease.epoch,
+                generation=lease.generation,
+                secret=lease.secret,
+            )
         )
-        header = pb.PushHeader(
-            lease=lease, block_bytes=self._cache.shape.num_bytes, num_blocks=self._num_blocks
-        )
-        await self._write(pb.PushRequest(header=header))
+        await self._write(pb.PushRequest(header=header).SerializeToString())
         answer = await self._read()
         if not answer.HasField("opened"):
             raise TransferFailed("the receiver did not open the transfer")
+        carrier = SharedCarrier if answer.opened.takes_shared_memory else ByteCarrier
+        return carrier(self._cache, lease.generation)
 
-    async def _write_block(self, index: int, block: int) -> None:
-        data = self._cache.read_block(block)
-        shape = self._cache.shape
-        part = pb.Block(
-            index=index,
-            generation=self._lease.generation,
-            checksum=checksum(data),
-            layer_end=shape.num_layers,
-            head_end=shape.num_kv_heads,
-            data=data,
-        )
-        self.num_bytes += len(data)
-        await self._write(pb.PushRequest(block=part))
+    async def _write_blocks(self, carrier: Carrier, blocks: Sequence[tuple[int, int]]) -> None:
+        for batch in _batched(blocks, carrier.max_blocks):
+            await self._write(carrier.message(batch))
+            self.num_bytes += len(batch) * self._cache.shape.num_bytes
 
-    async def _write(self, message: pb.PushRequest) -> None:
+    async def _write(self, message: bytes) -> None:
         try:
-            async with asyncio.timeout(IDLE_TIMEOUT_S):
+            async with asyncio.timeout(IDLE_TIMEOUT_S), self._writing:
                 await self._call.write(message)
         except TimeoutError:
             raise TransferFailed(f"the receiver took nothing for {IDLE_TIMEOUT_S:.0f} s") from None
@@ -133,9 +143,9 @@ class GrpcTransfer:
 
     async def _read_answers(self) -> None:
         """Returns once the receiver owns the sequence; sends damaged blocks again until then."""
-        await self._opening
+        carrier = await self._opening
         while not (answer := await self._read()).HasField("completed"):
-            await self._handle(answer.refused)
+            await self._handle(answer.refused, carrier)
 
     async def _read(self) -> pb.PushResponse:
         try:
@@ -146,7 +156,7 @@ class GrpcTransfer:
             raise TransferFailed("the receiver ended the stream without taking the sequence")
         return answer  # type: ignore[no-any-return]
 
-    async def _handle(self, refused: pb.BlockRefused) -> None:
+    async def _handle(self, refused: pb.BlockRefused, carrier: Carrier) -> None:
         index = refused.index
         reason = pb.RefusalReason.Name(refused.reason)
         if refused.reason == pb.REFUSAL_REASON_DUPLICATE:
@@ -156,90 +166,8 @@ class GrpcTransfer:
         self._resends[index] += 1
         if self._resends[index] > MAX_RESENDS:
             raise TransferFailed(f"block {index} was damaged on the way {MAX_RESENDS + 1} times")
-        await self._write_block(index, self._sent[index])
+        await self._write_blocks(carrier, [(index, self._sent[index])])
 
 
-_REASONS = {
-    Refusal.CHECKSUM: pb.REFUSAL_REASON_CHECKSUM,
-    Refusal.GENERATION: pb.REFUSAL_REASON_GENERATION,
-    Refusal.SHAPE: pb.REFUSAL_REASON_SHAPE,
-    Refusal.DUPLICATE: pb.REFUSAL_REASON_DUPLICATE,
-}
-
-
-class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
-    """The receiving end: from messages to `Receiver` and back."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
-
-    async def Push(
-        self, request_iterator: AsyncIterator[pb.PushRequest], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.PushResponse]:
-        reservation = self._open(await _next(request_iterator))
-        try:
-            yield pb.PushResponse(opened=pb.PushOpened())
-            while not reservation.is_filled:
-                message = await _next(request_iterator)
-                kind = message.WhichOneof("message")
-                if kind == "block":
-                    refusal = self._receiver.put(reservation, _part(message.block))
-                    if refusal is not None:
-                        refused = pb.BlockRefused(index=message.block.index, reason=_REASONS[refusal])
-                        yield pb.PushResponse(refused=refused)
-                elif kind == "end" and reservation.first_token_id is None:
-                    self._receiver.end(reservation, message.end.first_token_id)
-                else:
-                    raise Refused(
-                        grpc.StatusCode.INVALID_ARGUMENT, f"{kind or 'nothing'} is not expected here"
-                    )
-            yield pb.PushResponse(completed=pb.PushCompleted())
-        finally:
-            self._receiver.table.close(reservation)
-
-    def _open(self, message: pb.PushRequest) -> Reservation:
-        if not message.HasField("header"):
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "header: must be the first message")
-        header = message.header
-        if header.block_bytes != self._receiver.shape.num_bytes:
-            raise Refused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"block_bytes: {header.block_bytes}, but a block here has {self._receiver.shape.num_bytes}",
-            )
-        lease = header.lease
-        try:
-            reservation = self._receiver.table.open(
-                Lease(lease.request_id, lease.epoch, lease.generation, lease.secret)
-            )
-        except LeaseRefused as error:
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"lease: {error}") from error
-        if header.num_blocks != reservation.num_prompt_blocks:
-            self._receiver.table.close(reservation)
-            raise Refused(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"num_blocks: {header.num_blocks}, but {reservation.num_prompt_blocks} are reserved",
-            )
-        return reservation
-
-
-async def _next(messages: AsyncIterator[pb.PushRequest]) -> pb.PushRequest:
-    try:
-        async with asyncio.timeout(IDLE_TIMEOUT_S):
-            return await anext(messages)
-    except TimeoutError:
-        raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, f"no block for {IDLE_TIMEOUT_S:.0f} s") from None
-    except StopAsyncIteration:
-        raise Refused(
-            grpc.StatusCode.CANCELLED, "the sender ended the stream before its last block"
-        ) from None
-
-
-def _part(block: pb.Block) -> BlockPart:
-    return BlockPart(
-        block.index,
-        block.generation,
-        block.checksum,
-        (block.layer_begin, block.layer_end),
-        (block.head_begin, block.head_end),
-        block.data,
-    )
+def _batched(blocks: Sequence[tuple[int, int]], max_blocks: int) -> Iterator[Sequence[tuple[int, int]]]:
+    return (blocks[at : at + max_blocks] for at in range(0, len(blocks), max_blocks))

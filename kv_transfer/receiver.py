@@ -31,14 +31,18 @@ def checksum(data: bytes | memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """A block on its way: which one, whose, which layers and heads, and its bytes."""
+    """A block on its way: which one, whose, which layers and heads, and its bytes.
+
+    is_shared: `data` is memory of the sender's, which may change at any time.
+    """
 
     index: int
     generation: int
     checksum: int
     layers: tuple[int, int]
     heads: tuple[int, int]
-    data: bytes
+    data: bytes | memoryview
+    is_shared: bool = False
 
 
 class Receiver:
@@ -84,11 +88,15 @@ class Receiver:
         whole = part.layers == (0, shape.num_layers) and part.heads == (0, shape.num_kv_heads)
         if not whole or part.index >= reservation.num_prompt_blocks or len(part.data) != shape.num_bytes:
             return Refusal.SHAPE
-        if checksum(part.data) != part.checksum:
-            return Refusal.CHECKSUM
-        if part.index in reservation.checksums:
+        if part.index < reservation.num_held_blocks or part.index in reservation.checksums:
             return Refusal.DUPLICATE
-        self._cache.write_block(reservation.block_table[part.index], part.data)
+        block = reservation.block_table[part.index]
+        if not part.is_shared and checksum(part.data) != part.checksum:
+            return Refusal.CHECKSUM
+        self._cache.write_block(block, part.data)
+        # Only the copy tells what was copied. Damaged, it has not landed, and the next one replaces it.
+        if part.is_shared and checksum(self._cache.view_block(block)) != part.checksum:
+            return Refusal.CHECKSUM
         reservation.checksums[part.index] = part.checksum
         return None
 

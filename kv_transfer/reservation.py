@@ -45,21 +45,28 @@ class LeaseRefused(Exception):
 class Reservation:
     """One request's blocks on the decode worker.
 
-    block_table: the reserved blocks; the first `num_prompt_blocks` are to be filled.
+    block_table: the reserved blocks; the first `num_prompt_blocks` are the prompt's.
+    num_held_blocks: of these, how many leading ones have their content already and are nobody's to write.
     checksums: of each block that has landed, by its index.
     """
 
     lease: Lease
     block_table: list[int]
     num_prompt_blocks: int
+    num_held_blocks: int = 0
     state: ReservationState = ReservationState.RESERVED
     checksums: dict[int, int] = field(default_factory=dict)
     first_token_id: int | None = None
 
     @property
+    def num_blocks_to_fill(self) -> int:
+        """Blocks that the writer is to send."""
+        return self.num_prompt_blocks - self.num_held_blocks
+
+    @property
     def is_filled(self) -> bool:
         """Every block and the first token are here."""
-        return self.first_token_id is not None and len(self.checksums) == self.num_prompt_blocks
+        return self.first_token_id is not None and len(self.checksums) == self.num_blocks_to_fill
 
 
 class ReservationTable:
@@ -70,13 +77,15 @@ class ReservationTable:
         self._next_generation = 1
         self._by_request: dict[str, Reservation] = {}
 
-    def grant(self, request_id: str, block_table: list[int], num_prompt_blocks: int) -> Reservation:
+    def grant(
+        self, request_id: str, block_table: list[int], num_prompt_blocks: int, num_held_blocks: int = 0
+    ) -> Reservation:
         """A new reservation of blocks that the caller has allocated. One a request at a time."""
         if request_id in self._by_request:
             raise KeyError(f"{request_id} has a reservation already")
         lease = Lease(request_id, self._epoch, self._next_generation, secrets.token_bytes(16))
         self._next_generation += 1
-        reservation = Reservation(lease, block_table, num_prompt_blocks)
+        reservation = Reservation(lease, block_table, num_prompt_blocks, num_held_blocks)
         self._by_request[request_id] = reservation
         return reservation
 

@@ -1,12 +1,18 @@
 """What a transport is: a way to push one request's blocks into another worker's cache.
 
-One file a transport. The receiving half of each ends in `kv_transfer.receiver.Receiver`.
+One gRPC stream a request: `grpc_transport.py` sends and `server.py` receives. On it blocks travel as bytes
+(`byte_blocks.py`) or, on one host, as their places in the sender's memory (`shared_blocks.py`). Either way
+they end in `kv_transfer.receiver.Receiver`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.reservation import Lease
+
+# Longest silence of a peer in a transfer. Blocks come a chunk apart, and a chunk takes well under this.
+IDLE_TIMEOUT_S = 30.0
 
 
 class TransferFailed(Exception):
@@ -26,10 +32,10 @@ class Transfer(Protocol):
 
     num_bytes: int
 
-    async def send(self, index: int, block: int) -> None:
-        """Sends a full and final block of the local cache as number `index` of the sequence.
+    async def send(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Sends full and final blocks: of each its place in the sequence and its number in the local cache.
 
-        The block may be freed once `finish` or `abort` has returned, not before.
+        They may be freed once `finish` or `abort` has returned, not before.
         """
         ...
 

@@ -13,17 +13,20 @@ class Handoff:
         self,
         transport: Transport,
         target: Target,
-        num_blocks: int,
+        blocks: range,
         on_failed: Callable[[TransferFailed], None],
     ) -> None:
-        """Opens the transfer. `on_failed` is told at once when it breaks, at whatever point."""
+        """Opens the transfer of these blocks of the sequence: the last ones, which the receiver lacks.
+
+        `on_failed` is told at once when it breaks, at whatever point.
+        """
         self.started_s: float | None = None
-        self._transfer = transport.open(target, num_blocks)
-        self._num_blocks = num_blocks
-        self._num_ready = 0
+        self._transfer = transport.open(target, len(blocks))
+        self._num_blocks = len(blocks)
+        self._num_ready = blocks.start
         self._first_token_id: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         # Bounded by the prompt's blocks.
-        self._ready: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+        self._ready: asyncio.Queue[list[tuple[int, int]]] = asyncio.Queue()
         self._on_failed = on_failed
         self._task = asyncio.create_task(self._push())
 
@@ -34,9 +37,9 @@ class Handoff:
 
     def blocks_ready(self, block_table: list[int], num_full: int) -> None:
         """The first `num_full` blocks of the sequence are full and final."""
-        for index in range(self._num_ready, num_full):
-            self._ready.put_nowait((index, block_table[index]))
-        self._num_ready = num_full
+        if num_full > self._num_ready:
+            self._ready.put_nowait([(i, block_table[i]) for i in range(self._num_ready, num_full)])
+        self._num_ready = max(self._num_ready, num_full)
 
     async def finish(self, first_token_id: int) -> float:
         """Sends the rest; returns, when the decode worker owns the sequence, the event loop's time then.
@@ -53,11 +56,13 @@ class Handoff:
 
     async def _push(self) -> float:
         try:
-            for _ in range(self._num_blocks):
-                index, block = await self._ready.get()
+            num_left = self._num_blocks
+            while num_left:
+                blocks = await self._ready.get()
                 if self.started_s is None:
                     self.started_s = asyncio.get_running_loop().time()
-                await self._transfer.send(index, block)
+                await self._transfer.send(blocks)
+                num_left -= len(blocks)
             await self._transfer.finish(await self._first_token_id)
             return asyncio.get_running_loop().time()
         except TransferFailed as error:

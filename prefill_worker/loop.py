@@ -42,6 +42,8 @@ class FirstToken:
 class PrefillJob:
     """One prompt on this worker. Times are the event loop's.
 
+    num_held_blocks: the prompt's leading blocks that the target has already.
+    num_cached_tokens: of the prompt, which were here when it started.
     first_token: set by the loop; `PrefillFailed` or `TransferFailed` where it comes to nothing.
     handoff: from the first chunk on.
     """
@@ -49,6 +51,8 @@ class PrefillJob:
     sequence: TokenSequence
     sampling: SamplingParams
     target: Target
+    num_held_blocks: int = 0
+    num_cached_tokens: int = 0
     started_s: float | None = None
     handoff: Handoff | None = None
     first_token: asyncio.Future[FirstToken] = field(
@@ -148,6 +152,9 @@ class PrefillLoop:
             return
         self.counters["steps"] += 1
         self.counters["tokens"] += sum(s.end - s.start for s in scheduled)
+        for work, result in zip(scheduled, results, strict=True):
+            if isinstance(result, Exception):  # Its blocks must not be published.
+                self.scheduler.remove(work.sequence.request_id)
         self.scheduler.advance(scheduled)
         for work, result in zip(scheduled, results, strict=True):
             self._advance(work, result)
@@ -156,13 +163,18 @@ class PrefillLoop:
         if job.handoff is not None:
             return
         job.started_s = asyncio.get_running_loop().time()
+        sequence = job.sequence
+        job.num_cached_tokens = sequence.num_computed
+        self.counters["prefix_query_tokens"] += sequence.num_prompt_tokens
+        self.counters["prefix_hit_tokens"] += job.num_cached_tokens
 
         def on_failed(error: TransferFailed) -> None:
             self.counters["transfers_failed"] += 1
             job.fail(error)
 
-        num_blocks = blocks_for(job.sequence.num_prompt_tokens, self._block_size)
-        job.handoff = Handoff(self._transport, job.target, num_blocks, on_failed)
+        blocks = range(job.num_held_blocks, blocks_for(sequence.num_prompt_tokens, self._block_size))
+        job.handoff = Handoff(self._transport, job.target, blocks, on_failed)
+        job.handoff.blocks_ready(sequence.block_table, job.num_cached_tokens // self._block_size)
 
     async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None] | None:
         """One step; None where it ran out of memory and smaller chunks are to be scheduled.

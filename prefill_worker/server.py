@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -16,14 +17,18 @@ from kvferry.v1 import prefill_pb2 as pb
 from prefill_worker.loop import FirstToken, PrefillFailed, PrefillJob, PrefillLoop
 from rpc.errors import Refused
 from scheduling.allocator import BlockAllocator
+from scheduling.block_feed import BlockChanges
+from scheduling.block_hash import BlockHashes
 from scheduling.sequence import Sequence
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """PrefillService over a loop."""
 
-    def __init__(self, loop: PrefillLoop) -> None:
+    def __init__(self, loop: PrefillLoop, model_digest: str, block_size: int) -> None:
         self._loop = loop
+        self._model_digest = model_digest
+        self._block_size = block_size
 
     async def Prefill(
         self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -59,7 +64,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._loop.release(job)
 
     def _submit(self, request: pb.PrefillRequest) -> PrefillJob:
-        job = _from_proto(request)
+        job = self._from_proto(request)
         try:
             accepted = self._loop.submit(job)
         except ValueError as error:
@@ -70,32 +75,39 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "the prefill queue is full")
         return job
 
+    def _from_proto(self, request: pb.PrefillRequest) -> PrefillJob:
+        if not request.request_id or not request.prompt_token_ids:
+            field = "prompt_token_ids" if request.request_id else "request_id"
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+        try:
+            sampling = SamplingParams.from_message(request.sampling)
+        except ValidationError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
+        if sampling.max_tokens is None or sampling.seed is None:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
+        tokens = list(request.prompt_token_ids)
+        if request.target.num_held_blocks > len(tokens) // self._block_size:
+            raise Refused(
+                grpc.StatusCode.INVALID_ARGUMENT, "target.num_held_blocks: more than the prompt's full blocks"
+            )
+        return PrefillJob(
+            sequence=Sequence(
+                request_id=request.request_id,
+                tokens=tokens,
+                num_prompt_tokens=len(tokens),
+                priority=request.priority,
+                arrived_s=asyncio.get_running_loop().time(),
+                hashes=BlockHashes(self._model_digest, request.cache_salt, self._block_size),
+            ),
+            sampling=sampling,
+            target=_target(request.target),
+            num_held_blocks=request.target.num_held_blocks,
+        )
 
-def _from_proto(request: pb.PrefillRequest) -> PrefillJob:
-    if not request.request_id or not request.prompt_token_ids:
-        field = "prompt_token_ids" if request.request_id else "request_id"
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
-    try:
-        sampling = SamplingParams.from_message(request.sampling)
-    except ValidationError as error:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
-    if sampling.max_tokens is None or sampling.seed is None:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
-    tokens = list(request.prompt_token_ids)
-    lease = request.target.lease
-    return PrefillJob(
-        sequence=Sequence(
-            request_id=request.request_id,
-            tokens=tokens,
-            num_prompt_tokens=len(tokens),
-            priority=request.priority,
-            arrived_s=asyncio.get_running_loop().time(),
-        ),
-        sampling=sampling,
-        target=Target(
-            request.target.address, Lease(lease.request_id, lease.epoch, lease.generation, lease.secret)
-        ),
-    )
+
+def _target(target: pb.HandoffTarget) -> Target:
+    lease = target.lease
+    return Target(target.address, Lease(lease.request_id, lease.epoch, lease.generation, lease.secret))
 
 
 def _first_token(job: PrefillJob, first: FirstToken) -> pb.FirstToken:
@@ -107,6 +119,7 @@ def _first_token(job: PrefillJob, first: FirstToken) -> pb.FirstToken:
         finish_reason=_reason_name(first.finish_reason),
         prefill_started_s=job.started_s - arrived_s,
         first_token_s=now_s - arrived_s,
+        num_cached_tokens=job.num_cached_tokens,
     )
     if job.handoff is not None and job.handoff.started_s is not None:
         message.transfer_started_s = job.handoff.started_s - arrived_s
@@ -128,15 +141,20 @@ def stage(job: PrefillJob) -> str:
     return "WAITING" if job.started_s is None else "PREFILLING"
 
 
-def load_report(loop: PrefillLoop, allocator: BlockAllocator) -> registry_pb2.LoadReport:
-    """What the router is told at every heartbeat."""
+def load_report(
+    loop: PrefillLoop, allocator: BlockAllocator, changes: BlockChanges | None
+) -> registry_pb2.LoadReport:
+    """What a router is told at every heartbeat."""
     scheduler = loop.scheduler
+    counters = {name: float(value) for name, value in loop.counters.items()}
+    counters["blocks_evicted"] = allocator.cache.num_evictions
     return registry_pb2.LoadReport(
         blocks=block_counts(allocator),
         num_waiting=scheduler.num_waiting,
         num_running=len(loop.jobs) - scheduler.num_waiting,
         num_pending_tokens=scheduler.num_pending_tokens,
-        counters={name: float(value) for name, value in loop.counters.items()},
+        counters=counters,
+        block_changes=None if changes is None else registry_pb2.BlockChanges(**asdict(changes)),
     )
 
 
@@ -144,7 +162,11 @@ def block_counts(allocator: BlockAllocator) -> common_pb2.BlockCounts:
     """Who holds how many blocks."""
     counts = allocator.counts
     return common_pb2.BlockCounts(
-        free=counts.free, reserved=counts.reserved, running=counts.running, total=counts.total
+        free=counts.free,
+        cached=counts.cached,
+        reserved=counts.reserved,
+        running=counts.running,
+        total=counts.total,
     )
 
 

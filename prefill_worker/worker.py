@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable
 
 from engine.engine import Engine
+from engine.heap import keep_freed_memory
 from kv_transfer import capabilities
 from kv_transfer.grpc_transport import GrpcTransport
 from kvferry.config import PrefillConfig
@@ -12,7 +13,9 @@ from prefill_worker import server
 from prefill_worker.loop import PrefillLoop
 from rpc.server import GrpcServer
 from rpc.worker import WorkerServer, new_epoch
+from scheduling import block_hash
 from scheduling.allocator import BlockAllocator
+from scheduling.block_feed import BlockFeeds
 from scheduling.prefill import PrefillScheduler
 
 
@@ -20,17 +23,17 @@ class PrefillWorker:
     """Computes prompts and ships their KV. Call it on one event loop."""
 
     def __init__(self, config: PrefillConfig, engine: Engine, worker_id: str, model_name: str) -> None:
+        block_size = engine.cache.shape.block_size
         allocator = BlockAllocator(engine.cache.num_blocks)
-        scheduler = PrefillScheduler(
-            allocator, engine.cache.shape.block_size, config.max_step_tokens, config.max_waiting
-        )
+        feeds = BlockFeeds(allocator.cache, engine.cache.num_blocks)
+        scheduler = PrefillScheduler(allocator, block_size, config.max_step_tokens, config.max_waiting)
         self._transport = GrpcTransport(engine.cache)
         self.loop = loop = PrefillLoop(engine, allocator, scheduler, self._transport)
 
         grpc_server = GrpcServer()
         grpc_server.add(
             "kvferry.v1.PrefillService",
-            server.PrefillServicer(loop),
+            server.PrefillServicer(loop, engine.info.model_digest, block_size),
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
         )
         self._server = WorkerServer(
@@ -38,19 +41,21 @@ class PrefillWorker:
                 worker_id=worker_id,
                 epoch=new_epoch(),
                 role=common_pb2.ROLE_PREFILL,
-                capabilities=capabilities.describe(engine, model_name),
+                capabilities=capabilities.describe(engine, model_name, block_hash.SCHEME),
             ),
             grpc_server,
-            load=lambda: server.load_report(loop, allocator),
+            load=lambda router_id: server.load_report(loop, allocator, feeds.take(router_id)),
             audit=lambda: server.audit(loop, allocator),
             take_step=lambda _: None,
+            on_resend=feeds.resend,
             # A router's prompts end with its calls.
-            on_router_lost=lambda _: None,
+            on_router_lost=feeds.close,
         )
         self._running: asyncio.Task[None] | None = None
 
     async def start(self, host: str, routers: Iterable[str]) -> str:
         """Computes, serves on a free port and joins the routers; returns the address."""
+        keep_freed_memory()
         self._running = asyncio.create_task(self.loop.run())
         return await self._server.start(host, routers)
 

@@ -21,7 +21,8 @@ class ChatMessage:
 class RequestSpec:
     """What a client asks for, not yet validated beyond its types.
 
-    prompt: text, a chat, or token ids. timeout_s: None where the client brings no deadline.
+    prompt: text, a chat, or token ids. timeout_s: None where the client brings no deadline. cache_salt: KV
+    is reused only among requests with the same one.
     """
 
     prompt: str | Sequence[ChatMessage] | Sequence[int]
@@ -30,6 +31,7 @@ class RequestSpec:
     priority: int = 0
     label: str = ""
     timeout_s: float | None = None
+    cache_salt: str = field(default="", repr=False)
 
     @property
     def num_chars(self) -> int:
@@ -52,6 +54,7 @@ class Request:
     received_s: float
     tokenised_s: float
     deadline_s: float
+    cache_salt: str = field(default="", repr=False)
 
     def bounded(self, max_tokens: int) -> "Request":
         """The same request for at most so many tokens, but at least one."""
@@ -89,9 +92,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a request that ended well."""
+    """The end of a request that ended well. num_cached_tokens: of the prompt, whose KV was reused."""
 
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
     moments: list[Moment]
+    num_cached_tokens: int = 0

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # A client that takes nothing for so long is given up: its output must not fill memory for ever.
 _SEND_TIMEOUT_S = 60
+_STALL_POLL_S = 5
 
 
 class _ClientStalled(Exception):
@@ -41,6 +42,8 @@ class Generation(Response):
         self._format = response_format
         self._stopping = stopping
         self._started = False
+        # When the send began that has not ended yet.
+        self._sending_since_s: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application, as every response."""
@@ -78,7 +81,8 @@ class Generation(Response):
         stopped = asyncio.create_task(self._stopping.wait())
         tasks = (task, gone, stopped)
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            while not any(each.done() for each in tasks) and not self._is_stalled():
+                await asyncio.wait(tasks, timeout=_STALL_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             is_done = task.done()
         finally:
             for each in tasks:
@@ -86,8 +90,20 @@ class Generation(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
         if is_done or not task.cancelled():
             task.result()
+        elif self._is_stalled():
+            raise _ClientStalled
         elif gone.cancelled():
             raise Unavailable("the router is shutting down")
+
+    async def _send(self, send: Send, message: dict[str, Any]) -> None:
+        # Seen by `_is_stalled` now and then: a timer of its own for each token would cost more than the send.
+        self._sending_since_s = asyncio.get_running_loop().time()
+        await send(message)
+        self._sending_since_s = None
+
+    def _is_stalled(self) -> bool:
+        since_s = self._sending_since_s
+        return since_s is not None and asyncio.get_running_loop().time() - since_s > _SEND_TIMEOUT_S
 
 
 class WholeGeneration(Generation):
@@ -101,7 +117,7 @@ class WholeGeneration(Generation):
                 whole = Delta("".join(texts), whole.token_ids, whole.logprobs)
                 response = JSONResponse(self._format.whole(whole, each))
                 for message in _messages(response):
-                    await _send(send, message)
+                    await self._send(send, message)
                 return
             texts.append(each.text)
             whole.token_ids.extend(each.token_ids)
@@ -128,11 +144,11 @@ class StreamedGeneration(Generation):
             data = b"" if self._started else await self._start(send)
             if isinstance(each, Finished):
                 data += self._format.closing(each, self._include_usage)
-                await _send(send, {"type": "http.response.body", "body": data})
+                await self._send(send, {"type": "http.response.body", "body": data})
                 return
             data += self._format.chunk(each)
             if data:
-                await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
+                await self._send(send, {"type": "http.response.body", "body": data, "more_body": True})
         raise RuntimeError("the service ended without a result")
 
     async def _start(self, send: Send) -> bytes:
@@ -143,12 +159,12 @@ class StreamedGeneration(Generation):
             (b"x-accel-buffering", b"no"),
         ]
         self._started = True
-        await _send(send, {"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send(send, {"type": "http.response.start", "status": 200, "headers": headers})
         return self._format.opening()
 
     async def _send_error(self, error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await _send(send, {"type": "http.response.body", "body": event(error_body(error))})
+            await self._send(send, {"type": "http.response.body", "body": event(error_body(error))})
         else:
             await super()._send_error(error, scope, receive, send)
 
@@ -158,14 +174,6 @@ def _messages(response: Response) -> list[dict[str, Any]]:
         {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers},
         {"type": "http.response.body", "body": response.body},
     ]
-
-
-async def _send(send: Send, message: dict[str, Any]) -> None:
-    try:
-        async with asyncio.timeout(_SEND_TIMEOUT_S):
-            await send(message)
-    except TimeoutError as error:
-        raise _ClientStalled from error
 
 
 async def _disconnected(receive: Receive) -> None:

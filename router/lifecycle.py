@@ -23,6 +23,7 @@ from router.errors import DeadlineExceeded, Overloaded, RequestError, Unavailabl
 from router.events import Delta, Finished, FinishReason, Moment, Request, TokenLogprobs
 from router.inbox import Inbox, News, NewToken
 from router.output import OutputBuilder
+from router.prefix_index import PromptBlocks
 from router.registry import Registry
 from router.worker import Worker
 from scheduling.placement import Need
@@ -61,6 +62,7 @@ class Placed:
     prefill: Worker
     decode: Worker
     lease: common_pb2.Lease
+    num_held_blocks: int
 
 
 class Lifecycle:
@@ -75,9 +77,11 @@ class Lifecycle:
         self._context = context
         self._request = request
         self._output = output
+        self._prompt = PromptBlocks(request.prompt_token_ids, request.cache_salt)
         self._sampling = common_pb2.SamplingParams(**request.sampling.to_fields())
         self._inbox = Inbox()
         self._num_tokens = 0
+        self._num_cached_tokens = 0
         self._early: dict[int, NewToken] = {}
         self._ended: FinishReason | None = None
         self._placed: Placed | None = None
@@ -104,6 +108,7 @@ class Lifecycle:
                 len(self._request.prompt_token_ids),
                 self._output.num_output_tokens,
                 sorted(self.moments, key=lambda m: m.at_s),
+                self._num_cached_tokens,
             )
         finally:
             self._let_go(prefill)
@@ -128,7 +133,7 @@ class Lifecycle:
 
     async def _reserve(self, need: Need) -> Placed | None:
         """Asks the decode workers in order of placement. None: no room anywhere now."""
-        for prefill, decode in self._context.registry.rank(need):
+        for prefill, decode in self._context.registry.rank(need, self._prompt):
             stub = decode_pb2_grpc.DecodeServiceStub(self._channel(decode))
             try:
                 response = await stub.Reserve(self._reserve_request(), timeout=RESERVE_TIMEOUT_S)
@@ -141,8 +146,8 @@ class Lifecycle:
                 raise
             if response.HasField("lease"):
                 decode.num_requests += 1
-                decode.num_dispatched_blocks += need.num_prompt_blocks
-                return Placed(prefill, decode, response.lease)
+                decode.num_dispatched_blocks += need.num_prompt_blocks - response.num_held_blocks
+                return Placed(prefill, decode, response.lease, response.num_held_blocks)
         return None
 
     def _reserve_request(self) -> decode_pb2.ReserveRequest:
@@ -153,6 +158,7 @@ class Lifecycle:
             sampling=self._sampling,
             priority=self._request.priority,
             deadline_s=self._remaining_s(),
+            cache_salt=self._request.cache_salt,
         )
 
     async def _prefill(self, placed: Placed, need: Need) -> None:
@@ -168,21 +174,16 @@ class Lifecycle:
                     self._inbox.put(_from_status(prefill, error))
                     return
             tried.add(prefill.worker_id)
-            prefill = self._context.registry.best_prefill(placed.decode.group, need, tried)
+            registry = self._context.registry
+            prefill = registry.best_prefill(placed.decode.group, need, self._prompt, tried)
         self._inbox.put(
             Overloaded("the queue of every prefill worker is full", self._context.admission.retry_after_s())
         )
 
     async def _call_prefill(self, prefill: Worker, placed: Placed) -> None:
-        request = prefill_pb2.PrefillRequest(
-            request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt_token_ids,
-            sampling=self._sampling,
-            priority=self._request.priority,
-            deadline_s=self._remaining_s(),
-            target=prefill_pb2.HandoffTarget(address=placed.decode.registration.address, lease=placed.lease),
-        )
-        num_tokens = len(self._request.prompt_token_ids)
+        request = self._prefill_request(placed)
+        # What the worker will have to compute, as far as is known.
+        num_tokens = self._prompt.num_tokens - prefill.num_cached_tokens(self._prompt)
         prefill.num_requests += 1
         prefill.num_dispatched_tokens += num_tokens
         sent_s = self._now_s()
@@ -202,6 +203,21 @@ class Lifecycle:
         finally:
             prefill.num_requests -= 1
             prefill.num_dispatched_tokens -= num_tokens
+
+    def _prefill_request(self, placed: Placed) -> prefill_pb2.PrefillRequest:
+        return prefill_pb2.PrefillRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            sampling=self._sampling,
+            priority=self._request.priority,
+            deadline_s=self._remaining_s(),
+            target=prefill_pb2.HandoffTarget(
+                address=placed.decode.registration.address,
+                lease=placed.lease,
+                num_held_blocks=placed.num_held_blocks,
+            ),
+            cache_salt=self._request.cache_salt,
+        )
 
     def _note_prefill(self, prefill: Worker, sent_s: float, first: prefill_pb2.FirstToken) -> None:
         """P tells its moments as seconds since the call arrived, so that no two clocks are compared."""
@@ -239,6 +255,7 @@ class Lifecycle:
     def _take_first(self, first: prefill_pb2.FirstToken) -> None:
         logprobs = first.logprobs if first.HasField("logprobs") else None
         self._early[0] = NewToken(0, first.token_id, logprobs)
+        self._num_cached_tokens = first.num_cached_tokens
         self.stage = "HANDOFF"
         self._ended = _REASONS.get(first.finish_reason, self._ended)
 

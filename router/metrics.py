@@ -65,7 +65,7 @@ class _WorkerCollector(Collector):
         labels = ["worker", "role"]
         blocks = GaugeMetricFamily(
             "kvferry_blocks",
-            "KV blocks by who holds them: free + reserved + running = total.",
+            "KV blocks by who holds them: free + cached + reserved + running = total.",
             labels=[*labels, "state"],
         )
         requests = GaugeMetricFamily(
@@ -76,7 +76,7 @@ class _WorkerCollector(Collector):
         )
         for worker in self._workers:
             names = [worker.worker_id, "prefill" if worker.is_prefill else "decode"]
-            for state in ("free", "reserved", "running", "total"):
+            for state in ("free", "cached", "reserved", "running", "total"):
                 blocks.add_metric([*names, state], getattr(worker.load.blocks, state))
             requests.add_metric([*names, "waiting"], worker.load.num_waiting)
             requests.add_metric([*names, "running"], worker.load.num_running)

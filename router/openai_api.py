@@ -1,7 +1,7 @@
 """OpenAI's request bodies, with our extensions, and what becomes of them.
 
-Beside OpenAI's fields all of `SamplingParams` can be set, and `priority`. A field set to null has its
-default. Fields of OpenAI's that are not supported may only ask for what happens anyway.
+Beside OpenAI's fields all of `SamplingParams` can be set, `priority`, and `cache_salt` (vLLM's name). A field
+set to null has its default. Fields of OpenAI's that are not supported may only ask for what happens anyway.
 """
 
 from collections.abc import Mapping
@@ -51,6 +51,7 @@ class _Body(SamplingParams):
     stream_options: StreamOptions | None = None
     user: str = ""
     priority: int = 0
+    cache_salt: str = ""
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
@@ -143,7 +144,9 @@ class ChatBody(_Body):
         messages = [ChatMessage(roles.get(m.role, m.role), m.content) for m in self.messages]
         max_tokens = self.max_completion_tokens or self.max_tokens
         sampling = self._sampling(max_tokens=max_tokens)
-        return RequestSpec(messages, sampling, self.model, self.priority, self.user)
+        return RequestSpec(
+            messages, sampling, self.model, self.priority, self.user, cache_salt=self.cache_salt
+        )
 
     def in_clients_words(self, error: InvalidRequest) -> InvalidRequest:
         """See `_Body`."""
@@ -179,7 +182,9 @@ class CompletionBody(_Body):
         """The request, of 16 tokens (or min_tokens, if more) where it does not say how many."""
         max_tokens = self.max_tokens or max(DEFAULT_COMPLETION_TOKENS, self.min_tokens)
         sampling = self._sampling(max_tokens=max_tokens)
-        return RequestSpec(self.prompt, sampling, self.model, self.priority, self.user)
+        return RequestSpec(
+            self.prompt, sampling, self.model, self.priority, self.user, cache_salt=self.cache_salt
+        )
 
 
 def _renamed(error: InvalidRequest, field: str) -> InvalidRequest:

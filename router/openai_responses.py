@@ -8,8 +8,12 @@ from typing import Any, Protocol
 from router.events import Delta, Finished, TokenLogprobs
 from router.tokenizer import Tokenizer
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
 # OpenAI's stand-in for the logarithm of a probability too small to tell.
 _MIN_LOGPROB = -9999.0
+# Marks where an event's text goes; a model's name cannot hold it.
+_TEXT_PLACE = "\0text\0"
 
 
 class ResponseFormat(Protocol):
@@ -48,6 +52,7 @@ class _Format:
         self._tokenizer = tokenizer
         # Clients that asked for usage find the field in every chunk, empty until the last.
         self._chunk_extra: dict[str, Any] = {"usage": None} if include_usage else {}
+        self._around_text = tuple(self._plain_chunk(_TEXT_PLACE).split(_encode(_TEXT_PLACE).encode()))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -55,6 +60,15 @@ class _Format:
     def _whole(self, choice: dict[str, Any], finished: Finished) -> dict[str, Any]:
         choice = {"index": 0, **choice, "finish_reason": finished.reason}
         return {**self._head(self.whole_kind), "choices": [choice], "usage": _usage(finished)}
+
+    def _plain_chunk(self, text: str) -> bytes:
+        """The event for text without log probabilities."""
+        raise NotImplementedError
+
+    def _text_event(self, text: str) -> bytes:
+        """As `_plain_chunk`, which differs in the text alone: most of a router's work is these events."""
+        before, after = self._around_text
+        return before + _encode(text).encode() + after
 
     def _event(self, choice: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, **choice, "finish_reason": finish_reason}
@@ -83,9 +97,12 @@ class ChatFormat(_Format):
 
     def chunk(self, delta: Delta) -> bytes:
         """See `ResponseFormat`."""
-        if not delta.text and not delta.logprobs:
-            return b""
+        if not delta.logprobs:
+            return self._text_event(delta.text) if delta.text else b""
         return self._event({"delta": {"content": delta.text}, "logprobs": self._logprobs(delta.logprobs)})
+
+    def _plain_chunk(self, text: str) -> bytes:
+        return self._event({"delta": {"content": text}, "logprobs": None})
 
     def closing(self, finished: Finished, include_usage: bool) -> bytes:
         """See `ResponseFormat`."""
@@ -137,9 +154,12 @@ class CompletionFormat(_Format):
 
     def chunk(self, delta: Delta) -> bytes:
         """See `ResponseFormat`."""
-        if not delta.text and not delta.logprobs:
-            return b""
+        if not delta.logprobs:
+            return self._text_event(delta.text) if delta.text else b""
         return self._event({"text": delta.text, "logprobs": self._logprobs(delta.logprobs)})
+
+    def _plain_chunk(self, text: str) -> bytes:
+        return self._event({"text": text, "logprobs": None})
 
     def closing(self, finished: Finished, include_usage: bool) -> bytes:
         """See `ResponseFormat`."""
@@ -172,13 +192,13 @@ class CompletionFormat(_Format):
 
 def event(value: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + _encode(value).encode() + b"\n\n"
 
 
-def _usage(finished: Finished) -> dict[str, int]:
+def _usage(finished: Finished) -> dict[str, Any]:
     return {
         "prompt_tokens": finished.num_prompt_tokens,
         "completion_tokens": finished.num_output_tokens,
         "total_tokens": finished.num_prompt_tokens + finished.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.num_cached_tokens},
     }

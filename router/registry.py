@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from kvferry.v1 import common_pb2, registry_pb2
 from router.errors import InvalidRequest, Unavailable
+from router.prefix_index import PromptBlocks
 from router.worker import Worker, group_of
 from rpc.channel import Channels
 from scheduling import compatibility
@@ -55,15 +56,15 @@ class Registry:
         worker.take_report(load, asyncio.get_running_loop().time())
         self._on_change()
 
-    def rank(self, need: Need) -> list[tuple[Worker, Worker]]:
+    def rank(self, need: Need, prompt: PromptBlocks) -> list[tuple[Worker, Worker]]:
         """The (prefill, decode) pairs to try for a request, best first.
 
         Raises `Unavailable` where no pair fits together, `InvalidRequest` where none can ever hold it.
         """
         if reason := self.why_no_pair():
             raise Unavailable(reason)
-        prefills = [w.prefill_snapshot() for w in self._usable(prefill=True)]
-        decodes = [w.decode_snapshot() for w in self._usable(prefill=False)]
+        prefills = [w.prefill_snapshot(prompt) for w in self._usable(prefill=True)]
+        decodes = [w.decode_snapshot(prompt) for w in self._usable(prefill=False)]
         if fits_never(prefills, decodes, need):
             raise InvalidRequest(
                 "max_tokens",
@@ -73,14 +74,17 @@ class Registry:
         pairs = self._placement.rank(prefills, decodes, need)
         return [(self._workers[pair.prefill_id], self._workers[pair.decode_id]) for pair in pairs]
 
-    def best_prefill(self, group: Hashable, need: Need, tried: set[str]) -> Worker | None:
+    def best_prefill(
+        self, group: Hashable, need: Need, prompt: PromptBlocks, tried: set[str]
+    ) -> Worker | None:
         """The prefill worker for a request that has its decode worker already."""
         candidates = [
-            w
+            w.prefill_snapshot(prompt)
             for w in self._usable(prefill=True)
-            if w.group == group and w.num_blocks >= need.num_prompt_blocks and w.worker_id not in tried
+            if w.group == group and w.worker_id not in tried
         ]
-        return min(candidates, key=lambda w: w.prefill_snapshot().num_pending_tokens, default=None)
+        ranked = self._placement.rank_prefills(candidates, need)
+        return self._workers[ranked[0].worker_id] if ranked else None
 
     def block_size(self) -> int | None:
         """Of the workers in use; None while there are none."""
@@ -112,7 +116,7 @@ class Registry:
             reason = self._why_unusable(worker)
             if reason != worker.incompatible:
                 worker.incompatible = reason
-                worker.standing_changed.set()
+                worker.news_for_it.set()
                 if reason:
                     logger.warning("%s is not used: %s", worker.worker_id, reason)
         self._on_change()

@@ -73,7 +73,15 @@ def _spec(request: pb.GenerateRequest, timeout_s: float | None) -> RequestSpec:
         prompt = request.text
     else:
         raise InvalidRequest("prompt", "give one of text, chat and token_ids")
-    return RequestSpec(prompt, sampling, request.model, request.priority, request.label, timeout_s)
+    return RequestSpec(
+        prompt,
+        sampling,
+        request.model,
+        request.priority,
+        request.label,
+        timeout_s,
+        cache_salt=request.cache_salt,
+    )
 
 
 def _delta(delta: Delta) -> pb.Delta:
@@ -88,7 +96,9 @@ def _finished(finished: Finished) -> pb.Finished:
     return pb.Finished(
         finish_reason=f"FINISH_REASON_{finished.reason.upper()}",
         usage=pb.Usage(
-            num_prompt_tokens=finished.num_prompt_tokens, num_output_tokens=finished.num_output_tokens
+            num_prompt_tokens=finished.num_prompt_tokens,
+            num_output_tokens=finished.num_output_tokens,
+            num_cached_tokens=finished.num_cached_tokens,
         ),
         moments=[pb.Moment(name=m.name, at_s=m.at_s, worker_id=m.worker_id) for m in finished.moments],
     )
@@ -110,15 +120,19 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be first, with a worker_id")
         worker = self._router.registry.add(first.registration)
         listening = asyncio.create_task(self._listen(worker, request_iterator))
-        listening.add_done_callback(lambda _: worker.standing_changed.set())
+        listening.add_done_callback(lambda _: worker.news_for_it.set())
         why = "it closed its stream"
         try:
             while not listening.done():
-                worker.standing_changed.clear()
-                yield registry_pb2.JoinResponse(
-                    router_id=self._router.router_id, incompatible=worker.incompatible
+                worker.news_for_it.clear()
+                response = registry_pb2.JoinResponse(
+                    router_id=self._router.router_id,
+                    incompatible=worker.incompatible,
+                    resend_blocks=worker.has_lost_blocks,
                 )
-                await worker.standing_changed.wait()
+                worker.has_lost_blocks = False
+                yield response
+                await worker.news_for_it.wait()
             why = listening.result()
         finally:
             listening.cancel()

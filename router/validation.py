@@ -15,6 +15,7 @@ from router.errors import DeadlineExceeded, InvalidRequest, UnknownModel
 from router.events import ChatMessage, Request, RequestSpec
 from router.model_spec import ModelSpec
 from router.tokenizer import Tokenizer
+from scheduling.block_hash import MAX_SALT_CHARS
 
 MAX_PRIORITY = 100
 MAX_LABEL_CHARS = 256
@@ -45,6 +46,8 @@ def validate(
         raise InvalidRequest("priority", f"{spec.priority} is not within -{MAX_PRIORITY} to {MAX_PRIORITY}")
     if len(spec.label) > MAX_LABEL_CHARS:
         raise InvalidRequest("label", f"{len(spec.label)} characters; at most {MAX_LABEL_CHARS} are taken")
+    if len(spec.cache_salt) > MAX_SALT_CHARS:
+        raise InvalidRequest("cache_salt", f"more than {MAX_SALT_CHARS} characters")
     _check_sampling(spec.sampling, model)
     field, prompt_token_ids = _tokenise(spec.prompt, model, tokenizer)
     max_tokens = _max_tokens(field, len(prompt_token_ids), spec.sampling, model)
@@ -59,6 +62,7 @@ def validate(
         received_s=now_s,
         tokenised_s=now_s + time.monotonic() - started_s,
         deadline_s=now_s + timeout_s,
+        cache_salt=spec.cache_salt,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvferry.v1 import common_pb2, registry_pb2
 from router.inbox import Inbox, NewToken
+from router.prefix_index import PrefixIndex, PromptBlocks
 from scheduling import compatibility
 from scheduling.placement import DecodeSnapshot, PrefillSnapshot
 
@@ -28,7 +29,12 @@ class Worker:
     num_dispatched_tokens: int = 0
     num_dispatched_blocks: int = 0
     inboxes: dict[int, Inbox] = field(default_factory=dict)
-    standing_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    has_lost_blocks: bool = False
+    news_for_it: asyncio.Event = field(default_factory=asyncio.Event)
+    index: PrefixIndex = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.index = PrefixIndex(self.num_blocks)
 
     @property
     def worker_id(self) -> str:
@@ -52,6 +58,10 @@ class Worker:
 
     def take_report(self, load: registry_pb2.LoadReport, now_s: float) -> None:
         """Its newest load: what was dispatched before is in it."""
+        if load.HasField("block_changes") and not self.index.take(load.block_changes):
+            self.has_lost_blocks = True
+            self.news_for_it.set()
+        load.ClearField("block_changes")
         self.load = load
         self.reported_s = now_s
         self.num_dispatched_blocks = 0
@@ -67,17 +77,37 @@ class Worker:
             if inbox := self.inboxes.get(ended.generation):
                 inbox.put(ended)
 
-    def prefill_snapshot(self) -> PrefillSnapshot:
-        """Its load for placement."""
-        pending = max(self.load.num_pending_tokens, self.num_dispatched_tokens)
-        num_requests = max(self.load.num_waiting + self.load.num_running, self.num_requests)
-        return PrefillSnapshot(self.worker_id, self.group, pending, num_requests, self.num_blocks)
+    def num_held_blocks(self, prompt: PromptBlocks) -> int:
+        """Leading full blocks of a prompt that it holds, as far as is known."""
+        return self.index.num_leading(prompt.hashes(self.registration.capabilities))
 
-    def decode_snapshot(self) -> DecodeSnapshot:
-        """Its load for placement."""
-        num_requests = max(self.load.num_waiting + self.load.num_running, self.num_requests)
-        num_free = max(0, self.load.blocks.free - self.num_dispatched_blocks)
-        return DecodeSnapshot(self.worker_id, self.group, num_requests, num_free, self.num_blocks)
+    def num_cached_tokens(self, prompt: PromptBlocks) -> int:
+        """Tokens of a prompt that it would not have to compute; the last one it always does."""
+        block_size = self.registration.capabilities.block_size
+        return min(self.num_held_blocks(prompt), (prompt.num_tokens - 1) // block_size) * block_size
+
+    def prefill_snapshot(self, prompt: PromptBlocks) -> PrefillSnapshot:
+        """Its load for the placement of a prompt."""
+        return PrefillSnapshot(
+            self.worker_id,
+            self.group,
+            num_pending_tokens=max(self.load.num_pending_tokens, self.num_dispatched_tokens),
+            num_requests=max(self.load.num_waiting + self.load.num_running, self.num_requests),
+            num_blocks=self.num_blocks,
+            num_cached_tokens=self.num_cached_tokens(prompt),
+        )
+
+    def decode_snapshot(self, prompt: PromptBlocks) -> DecodeSnapshot:
+        """Its load for the placement of a prompt."""
+        blocks = self.load.blocks
+        return DecodeSnapshot(
+            self.worker_id,
+            self.group,
+            num_requests=max(self.load.num_waiting + self.load.num_running, self.num_requests),
+            num_free_blocks=max(0, blocks.free + blocks.cached - self.num_dispatched_blocks),
+            num_blocks=self.num_blocks,
+            num_held_blocks=self.num_held_blocks(prompt),
+        )
 
 
 def group_of(capabilities: Any) -> Hashable:

@@ -31,15 +31,18 @@ class Membership:
     def __init__(
         self,
         registration: pb.Registration,
-        load: Callable[[], pb.LoadReport],
+        load: Callable[[str], pb.LoadReport],
         take_step: Callable[[str], pb.StepUpdate | None],
+        on_resend: Callable[[str], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """`take_step(router_id)` gives what has gathered for a router since it was last asked;
-        `on_lost(router_id)` is called when a router's stream has ended."""
+        """`load(router_id)` and `take_step(router_id)` give what has gathered for a router since they were
+        last asked; `on_resend(router_id)` is called when it has lost block changes, `on_lost(router_id)`
+        when its stream has ended."""
         self._registration = registration
         self._load = load
         self._take_step = take_step
+        self._on_resend = on_resend
         self._on_lost = on_lost
         self._channels = Channels()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -106,6 +109,8 @@ class Membership:
             # The deadline on this wait is the connection's: the router ends the stream when it stops hearing.
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 _log_standing(address, response)
+                if response.resend_blocks:
+                    self._on_resend(router_id)
         finally:
             call.cancel()
             if self._wake.pop(router_id, None):
@@ -118,7 +123,7 @@ class Membership:
         while True:
             if loop.time() >= next_report_s:
                 next_report_s = loop.time() + HEARTBEAT_S
-                yield pb.JoinRequest(load=self._load())
+                yield pb.JoinRequest(load=self._load(router_id))
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(next_report_s):
                     await wake.wait()

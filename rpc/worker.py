@@ -26,15 +26,16 @@ class WorkerServer:
         self,
         registration: registry_pb2.Registration,
         server: GrpcServer,
-        load: Callable[[], registry_pb2.LoadReport],
+        load: Callable[[str], registry_pb2.LoadReport],
         audit: Callable[[], admin_pb2.AuditResponse],
         take_step: Callable[[str], registry_pb2.StepUpdate | None],
+        on_resend: Callable[[str], None],
         on_router_lost: Callable[[str], None],
     ) -> None:
         """`registration` lacks only the address. The other arguments: see `Membership`."""
         self._registration = registration
         self._server = server
-        self.membership = Membership(registration, load, take_step, on_router_lost)
+        self.membership = Membership(registration, load, take_step, on_resend, on_router_lost)
         servicer = _WorkerServicer(audit)
         server.add("kvferry.v1.WorkerService", servicer, admin_pb2_grpc.add_WorkerServiceServicer_to_server)
 

@@ -5,14 +5,18 @@
                                       +----- remove ------+
 
 Every step takes the running sequences in the order of their rank: higher priority first, then older.
-Each grows by the block that its next token needs. When none is free, the lowest-ranked running
-sequence is preempted: it loses its blocks and its KV, and keeps its tokens. When enough blocks are free
-again it resumes and recomputes them, in chunks beside the decode rows. So the highest-ranked running
-sequence advances in every step, and all finish.
+Each grows by the block that its next token needs. When none is available, the lowest-ranked running
+sequence is preempted: it loses its blocks, and keeps its tokens. When enough blocks are available again it
+resumes and recomputes what has been evicted since, in chunks beside the decode rows. So the highest-ranked
+running sequence advances in every step, and all finish.
+
+Full blocks are published: sequences that begin alike share them. A token goes to the block after the last
+full one, which is its sequence's own, so no shared block is ever written.
 
 Reservations are the allocator's: the loop that drops one frees its blocks there.
 """
 
+from collections import abc
 from dataclasses import dataclass
 
 from scheduling.allocator import BlockAllocator, BlockState
@@ -79,11 +83,15 @@ class DecodeScheduler:
         """Whether any sequence is here."""
         return bool(self._running or self._preempted)
 
-    def reserve(self, request_id: str, num_prompt_tokens: int) -> list[int] | None:
+    def reserve(
+        self, request_id: str, num_prompt_tokens: int, hashes: abc.Sequence[bytes] = ()
+    ) -> list[int] | None:
         """Blocks, in order, for a prompt and its first output token; None where there is no room now.
 
+        hashes: of the prompt's full blocks. The allocator's `num_shared` tells how many are here already.
+
         No room while preempted sequences wait (they come first), while two batches hold blocks, or
-        where less than the watermark would stay free. A request that fits an empty worker gets its
+        where less than the watermark would stay available. A request that fits an empty worker gets its
         blocks there. Raises KeyError where the request is here or holds blocks.
         """
         if request_id in self._preempted or self._allocator.holds(request_id):
@@ -91,9 +99,9 @@ class DecodeScheduler:
         num_blocks = blocks_for(num_prompt_tokens + 1, self._block_size)
         if self._preempted or self._allocator.num_owners >= _MAX_HELD_BATCHES * self._max_batch_size:
             return None
-        if not self._has_room(num_blocks):
+        if not self._has_room(num_blocks, hashes):
             return None
-        return self._allocator.allocate(request_id, num_blocks, BlockState.RESERVED)
+        return self._allocator.allocate(request_id, num_blocks, BlockState.RESERVED, hashes)
 
     def admit(self, sequence: Sequence) -> None:
         """The reservation is complete: the sequence joins at the next step.
@@ -110,6 +118,7 @@ class DecodeScheduler:
             )
         self._allocator.commit(sequence.request_id)
         self._running[sequence.request_id] = sequence
+        self._publish(sequence)
 
     def schedule(self) -> DecodePlan:
         """The next step; grows block tables, preempts and resumes."""
@@ -136,6 +145,8 @@ class DecodeScheduler:
             due = "a token is" if scheduled.is_last else "no token is"
             raise ValueError(f"{sequence.request_id}: {due} due, and {token_id} was sampled")
         sequence.num_computed = scheduled.end
+        if scheduled.fills_block(self._block_size):
+            self._publish(sequence)
         if token_id is not None:
             sequence.tokens.append(token_id)
 
@@ -196,22 +207,30 @@ class DecodeScheduler:
 
     def _resume(self) -> None:
         for sequence in sorted(self._preempted.values(), key=lambda sequence: sequence.rank):
+            request_id = sequence.request_id
             num_blocks = min(blocks_for(len(sequence.tokens) + 1, self._block_size), self._total)
-            if not self._has_room(num_blocks):
+            # At least two tokens are computed again: a sequence that lacks one is a decode row.
+            hashes = sequence.block_hashes((len(sequence.tokens) - 2) // self._block_size)
+            if not self._has_room(num_blocks, hashes):
                 return  # Smaller ones behind it wait too, or it might wait for ever.
-            blocks = self._allocator.allocate(sequence.request_id, num_blocks, BlockState.RUNNING)
+            blocks = self._allocator.allocate(request_id, num_blocks, BlockState.RUNNING, hashes)
             assert blocks is not None
             sequence.block_table = blocks
-            self._running[sequence.request_id] = self._preempted.pop(sequence.request_id)
+            sequence.num_computed = self._allocator.num_shared(request_id) * self._block_size
+            self._running[request_id] = self._preempted.pop(request_id)
 
-    def _has_room(self, num_blocks: int) -> bool:
-        """Whether the watermark stays free: a block for each owner's growth, up to a share of all.
+    def _publish(self, sequence: Sequence) -> None:
+        num_full = sequence.num_computed // self._block_size
+        self._allocator.publish(sequence.request_id, sequence.block_hashes(num_full))
+
+    def _has_room(self, num_blocks: int, hashes: abc.Sequence[bytes]) -> bool:
+        """Whether the watermark stays available: a block for each owner's growth, up to a share of all.
 
         Without it a newcomer would have to be preempted as soon as the others grow. Nothing is kept back
         where nobody holds a block.
         """
         watermark = min(self._allocator.num_owners, self._total // _WATERMARK_SHARE)
-        return num_blocks + watermark <= self._allocator.num_free
+        return self._allocator.num_needed(num_blocks, hashes) + watermark <= self._allocator.num_available
 
     def _recompute_chunks(self, num_rows: int) -> list[Scheduled]:
         # At least the smallest step, however many rows there are: resumed sequences always get on.

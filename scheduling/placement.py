@@ -2,6 +2,14 @@
 
 The caller counts a request in the snapshots from the moment it dispatches it, so a burst spreads before
 the first load report comes back.
+
+A prompt's beginning may be cached on some workers. On the prefill side a worker's score is the tokens that it
+would compute before the prompt's first output token: those that are pending, and the prompt's own without the
+cached ones (as Mooncake estimates TTFT: Qin et al., FAST'25, algorithm 1). So imbalance is bounded: a worker
+gets a prompt only while it is behind the least loaded one by no more tokens than the cache saves, which is
+less than the prompt; then the prompt is computed elsewhere too, and is cached there from then on. On the
+decode side a cached beginning saves transfer and memory but no step, so it counts for little: a prompt that
+is there in whole counts as one request less.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,6 +24,7 @@ class PrefillSnapshot:
     num_pending_tokens: prompt tokens still to compute.
     num_requests: requests that it has.
     num_blocks: size of its cache.
+    num_cached_tokens: of the prompt to be placed, which it would not have to compute.
     """
 
     worker_id: str
@@ -23,24 +32,30 @@ class PrefillSnapshot:
     num_pending_tokens: int
     num_requests: int
     num_blocks: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSnapshot:
-    """A decode worker's load, dispatched requests included; fields as in `PrefillSnapshot`."""
+    """A decode worker's load, dispatched requests included; fields as in `PrefillSnapshot`.
+
+    num_free_blocks: held by no request. num_held_blocks: leading blocks of the prompt to be placed that it
+    has, so that they need neither room nor transfer.
+    """
 
     worker_id: str
     group: Hashable
     num_requests: int
     num_free_blocks: int
     num_blocks: int
+    num_held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request takes.
 
-    num_prompt_tokens: what it adds to a prefill worker's pending tokens when it is dispatched.
+    num_prompt_tokens: what it adds, less what is cached, to a prefill worker's pending tokens.
     num_prompt_blocks: blocks of its prompt.
     num_max_blocks: blocks at the end of its longest possible output.
     """
@@ -64,7 +79,7 @@ class Pair:
 
 
 class Placement:
-    """Ranks the pairs for a request: least loaded first, equals in turn."""
+    """Ranks the pairs for a request: least to do for it first, equals in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -77,14 +92,12 @@ class Placement:
         """The pairs to try, best first, one for each decode worker that can serve the request.
 
         Decode workers with room now come first, then those with fewest requests for their size, then
-        those with most free blocks. Each is paired with the prefill worker of its group that has fewest
-        pending tokens, then fewest requests. Workers of different groups, and those whose whole cache is
-        too small, are left out.
+        those with most free blocks. Each is paired with the first of `rank_prefills` of its group. Workers
+        of different groups, and those whose whole cache is too small, are left out.
         """
         best_prefills: dict[Hashable, PrefillSnapshot] = {}
-        for prefill in sorted(prefills, key=self._prefill_order, reverse=True):
-            if prefill.num_blocks >= need.num_prompt_blocks:
-                best_prefills[prefill.group] = prefill
+        for prefill in self.rank_prefills(prefills, need):
+            best_prefills.setdefault(prefill.group, prefill)
         pairs = [
             Pair(best_prefills[decode.group].worker_id, decode.worker_id)
             for decode in sorted(decodes, key=self._decode_order(need))
@@ -95,19 +108,25 @@ class Placement:
             self._last_turns |= {pairs[0].prefill_id: self._turn, pairs[0].decode_id: self._turn}
         return pairs
 
-    def _prefill_order(self, prefill: PrefillSnapshot) -> tuple[int, int, int, str]:
-        return (
-            prefill.num_pending_tokens,
-            prefill.num_requests,
-            self._last_turns.get(prefill.worker_id, 0),
-            prefill.worker_id,
-        )
+    def rank_prefills(self, prefills: Iterable[PrefillSnapshot], need: Need) -> list[PrefillSnapshot]:
+        """Those that can hold the prompt: fewest tokens to its first token first, then fewest requests."""
+
+        def order(prefill: PrefillSnapshot) -> tuple[int, int, int, str]:
+            return (
+                prefill.num_pending_tokens + need.num_prompt_tokens - prefill.num_cached_tokens,
+                prefill.num_requests,
+                self._last_turns.get(prefill.worker_id, 0),
+                prefill.worker_id,
+            )
+
+        return sorted((p for p in prefills if p.num_blocks >= need.num_prompt_blocks), key=order)
 
     def _decode_order(self, need: Need) -> Callable[[DecodeSnapshot], tuple[bool, float, int, int, str]]:
         def order(decode: DecodeSnapshot) -> tuple[bool, float, int, int, str]:
+            held_share = decode.num_held_blocks / need.num_prompt_blocks
             return (
-                decode.num_free_blocks < need.num_first_blocks,
-                decode.num_requests / decode.num_blocks,
+                decode.num_free_blocks < need.num_first_blocks - decode.num_held_blocks,
+                (decode.num_requests - held_share) / decode.num_blocks,
                 -decode.num_free_blocks,
                 self._last_turns.get(decode.worker_id, 0),
                 decode.worker_id,

@@ -10,9 +10,11 @@ step that was running when it came; a quarter goes to the oldest before that, so
 for ever behind shorter ones.
 
 A prompt gets the blocks for all its tokens when it starts, so two half-computed prompts never wait for
-each other's. While the best candidate lacks blocks, smaller ones behind it may start, but only
-MAX_PASSED_OVER of them: then nobody behind it starts until it has, the running ones drain, and their
-blocks are enough for it.
+each other's. Its leading full blocks are shared where they are here already, and are not computed again;
+its own are published as they fill.
+
+While the best candidate lacks blocks, smaller ones behind it may start, but only MAX_PASSED_OVER of them:
+then nobody behind it starts until it has, the running ones drain, and their blocks are enough for it.
 """
 
 from collections.abc import Iterable
@@ -35,11 +37,13 @@ class _Prompt:
     sequence: Sequence
     # Fixed on arrival: a token sampled after the last chunk is not the prefill's to compute.
     num_tokens: int
+    # While it waits: what it would not have to compute if it started now.
+    num_cached: int = 0
     num_passed_over: int = 0
 
     @property
     def remaining(self) -> int:
-        return self.num_tokens - self.sequence.num_computed
+        return self.num_tokens - max(self.sequence.num_computed, self.num_cached)
 
 
 @dataclass(slots=True)
@@ -86,7 +90,8 @@ class PrefillScheduler:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens still to compute, over all prompts."""
+        """Tokens still to compute, over all prompts. Of those that wait, what was cached when they came is
+        left out."""
         return self._num_pending_tokens
 
     def add(self, sequence: Sequence) -> bool:
@@ -107,6 +112,7 @@ class PrefillScheduler:
             raise ValueError(f"{request_id} needs {num_blocks} blocks, and there are {total}")
         if len(self._waiting) >= self._max_waiting:
             return False
+        prompt.num_cached = len(self._allocator.cache.match(self._hashes(prompt))) * self._block_size
         self._waiting[request_id] = prompt
         self._num_pending_tokens += prompt.remaining
         return True
@@ -121,7 +127,7 @@ class PrefillScheduler:
             oldest = min(prompts, key=lambda prompt: prompt.sequence.age)
             self._grant(step, oldest, -(-step.budget // _OLDEST_SHARE))
             for prompt in sorted(prompts, key=lambda prompt: (prompt.remaining, prompt.sequence.age)):
-                self._grant(step, prompt, prompt.remaining)
+                self._grant(step, prompt, step.budget)
         self._limit.begin(sum(step.shares.values()))
         return [
             Scheduled(prompt.sequence, prompt.sequence.num_computed, prompt.sequence.num_computed + share)
@@ -141,6 +147,9 @@ class PrefillScheduler:
                 continue
             self._num_pending_tokens -= chunk.end - sequence.num_computed
             sequence.num_computed = chunk.end
+            if chunk.fills_block(self._block_size):
+                num_full = chunk.end // self._block_size
+                self._allocator.publish(sequence.request_id, sequence.block_hashes(num_full))
             if prompt.remaining == 0:
                 del self._running[sequence.request_id]
 
@@ -172,14 +181,15 @@ class PrefillScheduler:
 
     def _grant(self, step: _Step, prompt: _Prompt, max_tokens: int) -> None:
         """Gives a prompt at most so many tokens of the step, and its blocks where it starts with them."""
-        share = step.shares.get(prompt, 0)
-        num_tokens = min(max_tokens, prompt.remaining - share, step.budget)
-        if num_tokens == 0:
+        if max_tokens == 0:
             return
         if prompt.sequence.request_id in self._waiting and not self._start(prompt, step):
             return
-        step.shares[prompt] = share + num_tokens
-        step.budget -= num_tokens
+        share = step.shares.get(prompt, 0)
+        num_tokens = min(max_tokens, prompt.remaining - share)
+        if num_tokens:
+            step.shares[prompt] = share + num_tokens
+            step.budget -= num_tokens
 
     def _start(self, prompt: _Prompt, step: _Step) -> bool:
         better = step.lacking
@@ -187,12 +197,22 @@ class PrefillScheduler:
             return False
         request_id = prompt.sequence.request_id
         num_blocks = blocks_for(prompt.num_tokens, self._block_size)
-        table = self._allocator.allocate(request_id, num_blocks, BlockState.RUNNING)
+        hashes = self._hashes(prompt)
+        table = self._allocator.allocate(request_id, num_blocks, BlockState.RUNNING, hashes)
         if table is None:
             step.lacking = better or prompt
             return False
         if better is not None:
             better.num_passed_over += 1
         prompt.sequence.block_table = table
+        # What was cached may have changed while it waited.
+        self._num_pending_tokens -= prompt.remaining
+        prompt.num_cached = 0
+        prompt.sequence.num_computed = self._allocator.num_shared(request_id) * self._block_size
+        self._num_pending_tokens += prompt.remaining
         self._running[request_id] = self._waiting.pop(request_id)
         return True
+
+    def _hashes(self, prompt: _Prompt) -> list[bytes]:
+        # At least the last token is computed: the first output token is sampled from its logits.
+        return prompt.sequence.block_hashes((prompt.num_tokens - 1) // self._block_size)

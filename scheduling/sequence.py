@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from scheduling.block_hash import BlockHashes
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -14,6 +16,7 @@ class Sequence:
     arrived_s: when it came, on any clock that only moves forward; older goes first.
     block_table: its blocks in order; entry i holds tokens i * block_size and following.
     num_computed: tokens whose KV is in the cache, from the first.
+    hashes: names its full blocks; None where they are shared with nobody.
     """
 
     request_id: str
@@ -23,6 +26,7 @@ class Sequence:
     arrived_s: float
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    hashes: BlockHashes | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -33,6 +37,10 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens still to compute before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    def block_hashes(self, max_blocks: int) -> list[bytes]:
+        """The hashes of its full blocks, of the first `max_blocks` at most."""
+        return [] if self.hashes is None else self.hashes.of(self.tokens)[:max_blocks]
 
     @property
     def age(self) -> tuple[float, str]:
@@ -57,6 +65,10 @@ class Scheduled:
     def is_last(self) -> bool:
         """Whether nothing remains after it, so that the next token is to be sampled."""
         return self.end == len(self.sequence.tokens)
+
+    def fills_block(self, block_size: int) -> bool:
+        """Whether at least one more block is full afterwards."""
+        return self.end // block_size > self.start // block_size
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

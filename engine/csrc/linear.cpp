@@ -3,7 +3,6 @@
 #include "linear.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -55,8 +54,18 @@ void multiply(const at::Tensor& input, const at::Tensor& weight, const T* bias, 
                    [&](int64_t begin, int64_t end) { multiply_panels(product, begin, end); });
 }
 
-at::Tensor packed_linear(const at::Tensor& input, const at::Tensor& weight,
-                         const std::optional<at::Tensor>& bias, int64_t num_outputs) {
+// The shape of the result, for torch.compile.
+at::Tensor packed_linear_meta(const at::Tensor& input, const at::Tensor&, const std::optional<at::Tensor>&,
+                              int64_t num_outputs) {
+  std::vector<c10::SymInt> size = input.sym_sizes().vec();
+  size.back() = num_outputs;
+  return at::empty_symint(size, input.options());
+}
+
+}  // namespace
+
+at::Tensor packed_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         int64_t num_outputs) {
   const int64_t per_word = elements_per_word(input.scalar_type()), num_inputs = input.size(-1);
   TORCH_CHECK(weight.dim() == 3 && weight.scalar_type() == at::kInt && weight.is_contiguous() &&
                   weight.size(2) == kPanel && weight.size(0) == (num_outputs + kPanel - 1) / kPanel &&
@@ -79,7 +88,6 @@ at::Tensor packed_linear(const at::Tensor& input, const at::Tensor& weight,
   return out.view(size);
 }
 
-}  // namespace
 }  // namespace kvferry
 
 TORCH_LIBRARY_FRAGMENT(kvferry, library) {
@@ -94,3 +102,5 @@ TORCH_LIBRARY_IMPL(kvferry, CPU, library) {
   library.impl("pack_linear", &kvferry::pack_linear);
   library.impl("packed_linear", &kvferry::packed_linear);
 }
+
+TORCH_LIBRARY_IMPL(kvferry, Meta, library) { library.impl("packed_linear", &kvferry::packed_linear_meta); }

@@ -2,7 +2,10 @@
 // gives it, while the sums of all rows stay in registers.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <algorithm>
+#include <optional>
 
 #include "operand.h"
 
@@ -141,5 +144,9 @@ void multiply_panels(const Product<T>& product, int64_t begin, int64_t end) {
     }
   }
 }
+
+// As torch.ops.kvferry.packed_linear.
+at::Tensor packed_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                         int64_t num_outputs);
 
 }  // namespace kvferry

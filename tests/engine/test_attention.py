@@ -129,6 +129,59 @@ def test_every_grouping_of_heads_agrees_with_float64(backend, dtype, num_kv_head
     assert (attend(backend, case).double() - expected(case)).abs().max() < TOLERANCE[dtype]
 
 
+def documented_varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    scale,
+    window_size,
+    enable_gqa,
+    seqused_k,
+    block_table,
+):
+    """What torch documents of `varlen_attn`, which runs on CUDA only; causal as FlashAttention is."""
+    assert all(t.dtype == torch.int32 for t in (cu_seq_q, cu_seq_k, seqused_k))
+    assert enable_gqa
+    left, right = window_size
+    assert right == 0
+    outs = []
+    for row, length in enumerate(seqused_k.tolist()):
+        queries = query[cu_seq_q[row] : cu_seq_q[row + 1]]
+        if block_table is None:
+            assert cu_seq_k[row] + length <= cu_seq_k[row + 1]
+            keys, values = (part[cu_seq_k[row] :][:length] for part in (key, value))
+        else:
+            assert block_table.dtype == torch.int32
+            assert key.shape[1] % 256 == 0
+            keys, values = (part[block_table[row]].flatten(0, 1)[:length] for part in (key, value))
+        assert len(queries) <= max_q
+        assert length <= max_k
+        last = torch.arange(length - len(queries), length)[:, None]
+        seen = torch.arange(length) <= last
+        if left >= 0:
+            seen &= torch.arange(length) >= last - left
+        groups = queries.unflatten(1, (keys.shape[1], -1))
+        scores = torch.einsum("qhgd,thd->hgqt", groups, keys) * scale
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hgqt,thd->qhgd", weights, values).flatten(1, 2))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("window", [0, 1, 70])
+def test_flash_attention_gets_what_it_is_documented_to_take(monkeypatch, window, block_size):
+    """The real one is in `tests/gpu`."""
+    monkeypatch.setattr("engine.cuda_attention.varlen_attn", documented_varlen_attn)
+    case = make_case(5, torch.float32, 64, block_size=block_size, lengths=[(300, 1), (256, 256), (90, 7)])
+    out = attend(CudaAttention(case.cache.shape), case, window)
+    assert (out.double() - expected(case, window)).abs().max() < 1e-5
+
+
 def test_only_the_steps_slots_are_written(backend):
     case = make_case(1, torch.float32, 64, lengths=[(20, 3), (5, 5), (33, 1)])
     before = case.cache.blocks.clone()

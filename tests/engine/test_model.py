@@ -203,7 +203,10 @@ def test_code_that_comes_with_a_model_does_not_run_unasked(tmp_path, save_model,
     folder = save_model(config_of("llama"), tmp_path)
     (folder / "other.py").write_text("raise SystemExit('ran')\n")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "other", "auto_map": {"AutoConfig": "other.C", "AutoModelForCausalLM": "other.M"}}
+    config |= {
+        "model_type": "other",
+        "auto_map": {"AutoConfig": "other.C", "AutoModelForCausalLM": "other.M"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="trust_remote_code"):
         load_model(CONFIG, folder)

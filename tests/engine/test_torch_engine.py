@@ -42,7 +42,11 @@ def test_results_stand_in_the_order_of_the_chunks(engine):
         engine.step([chunk(short, [9])])[0],
     ]
     middle = chunk(list(range(30, 38)), [5, 6], sampling=None)
-    assert engine.step([chunk(long, [0, 1, 2, 3, 4]), middle, chunk(short, [9])]) == [alone[0], None, alone[1]]
+    assert engine.step([chunk(long, [0, 1, 2, 3, 4]), middle, chunk(short, [9])]) == [
+        alone[0],
+        None,
+        alone[1],
+    ]
 
 
 def test_a_step_without_anything_to_sample_only_fills_the_cache(engine):
@@ -133,7 +137,7 @@ def test_the_trial_at_start_up_leaves_the_cache_untouched(model_folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not demo_model_dir().is_dir(), reason="the demo model is not here: kvferry model pull")
 def test_the_demo_model_in_bfloat16_differs_from_transformers_only_at_near_ties():
-    """Both sides round to 8 bits, in other places: where the top two are closer than that, either is right."""
+    """Both sides round to 8 bits, in other places: where the top two are closer, either is right."""
     from transformers import AutoModelForCausalLM
 
     config = EngineConfig(device="cpu", num_blocks=64, num_threads=1)

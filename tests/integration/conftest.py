@@ -103,8 +103,8 @@ class System:
             for name in self.workers:
                 audit = await self.audit(name)
                 counts = audit.blocks
-                assert counts.free + counts.reserved + counts.running == counts.total
-                if audit.holdings or counts.free != counts.total:
+                assert counts.free + counts.cached + counts.reserved + counts.running == counts.total
+                if audit.holdings or counts.reserved or counts.running:
                     held[name] = audit
             if not held:
                 return

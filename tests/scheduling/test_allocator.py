@@ -67,9 +67,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.check()
         held = {s: sum(len(b) for state, b in self.model.values() if state is s) for s in BlockState}
         assert self.allocator.counts == BlockCounts(
-            self.num_free(), held[RESERVED], held[RUNNING], self.TOTAL
+            self.num_free(), 0, held[RESERVED], held[RUNNING], self.TOTAL
         )
-        assert self.allocator.num_free == self.num_free()
+        assert self.allocator.num_available == self.num_free()
         assert self.allocator.holdings() == {o: (s, len(b)) for o, (s, b) in self.model.items()}
         assert self.allocator.num_owners == len(self.model)
         assert all(self.allocator.holds(owner) == (owner in self.model) for owner in "abcdef")
@@ -122,6 +122,110 @@ def test_a_negative_number_is_refused():
         BlockAllocator(4).allocate("a", -1, RUNNING)
 
 
+def compute(allocator, owner, *names, state=RUNNING):
+    """Allocates a block a name, shares what is here and publishes the rest."""
+    table = allocator.allocate(owner, len(names), state, names)
+    allocator.publish(owner, names)
+    return table
+
+
+class TestSharing:
+    def test_a_finished_owners_blocks_stay_until_they_are_needed(self):
+        allocator = BlockAllocator(4)
+        table = compute(allocator, "a", b"1", b"2")
+        allocator.free("a")
+        assert allocator.counts == BlockCounts(free=2, cached=2, reserved=0, running=0, total=4)
+        assert allocator.allocate("b", 3, RESERVED, [b"1", b"2"]) == [*table, 2]
+        assert allocator.num_shared("b") == 2
+        assert allocator.counts == BlockCounts(free=1, cached=0, reserved=3, running=0, total=4)
+
+    def test_a_running_owners_final_blocks_are_shared_and_count_once(self):
+        allocator = BlockAllocator(4)
+        table = compute(allocator, "a", b"1", b"2")
+        assert allocator.allocate("b", 3, RESERVED, [b"1", b"2"])[:2] == table
+        assert allocator.counts == BlockCounts(free=1, cached=0, reserved=1, running=2, total=4)
+        allocator.free("a")
+        assert allocator.counts == BlockCounts(free=1, cached=0, reserved=3, running=0, total=4)
+
+    def test_only_leading_blocks_are_shared(self):
+        allocator = BlockAllocator(6)
+        compute(allocator, "a", b"1", b"2", b"3")
+        assert allocator.allocate("b", 3, RUNNING, [b"0", b"2", b"3"]) == [3, 4, 5]
+        assert allocator.num_shared("b") == 0
+
+    def test_the_least_recently_used_goes_first_and_later_blocks_before_earlier_ones(self):
+        allocator = BlockAllocator(4)
+        compute(allocator, "a", b"1", b"2")
+        compute(allocator, "b", b"x", b"y")
+        allocator.free("a")
+        allocator.free("b")
+        gone = []
+        allocator.cache.watch(lambda name, is_here: gone.append((name, is_here)))
+        allocator.allocate("c", 4, RUNNING)
+        assert gone == [(b"2", False), (b"1", False), (b"y", False), (b"x", False)]
+        assert allocator.cache.num_evictions == 4
+
+    def test_using_a_block_again_makes_it_the_last_to_go(self):
+        allocator = BlockAllocator(3)
+        for owner, name in [("a", b"1"), ("b", b"2"), ("a2", b"1")]:
+            compute(allocator, owner, name)
+            allocator.free(owner)
+        allocator.allocate("c", 2, RUNNING)
+        assert list(allocator.cache.hashes) == [b"1"]
+
+    def test_a_content_computed_twice_is_kept_from_its_last_use(self):
+        allocator = BlockAllocator(4)
+        for owner in ("a", "b"):  # Both start before either is done.
+            allocator.allocate(owner, 1, RUNNING)
+        for owner in ("a", "b"):
+            allocator.publish(owner, [b"1"])
+        compute(allocator, "c", b"2")
+        for owner in ("a", "c", "b"):
+            allocator.free(owner)
+        assert allocator.counts == BlockCounts(free=2, cached=2, reserved=0, running=0, total=4)
+        allocator.allocate("d", 3, RUNNING)
+        assert list(allocator.cache.hashes) == [b"1"]
+
+    def test_a_copy_takes_over_where_the_first_was_evicted(self):
+        allocator = BlockAllocator(2)
+        for owner in ("a", "b"):
+            allocator.allocate(owner, 1, RUNNING)
+        for owner in ("a", "b"):
+            allocator.publish(owner, [b"1"])
+        allocator.free("a")
+        allocator.allocate("c", 1, RUNNING)
+        assert not list(allocator.cache.hashes)
+        allocator.free("b")
+        assert allocator.cache.match([b"1"]) == [1]
+
+    def test_what_a_newcomer_shares_is_not_evicted_for_its_other_blocks(self):
+        allocator = BlockAllocator(3)
+        compute(allocator, "a", b"1")
+        compute(allocator, "b", b"2", b"3")
+        allocator.free("a")  # The next to go.
+        allocator.free("b")
+        assert allocator.allocate("c", 3, RUNNING, [b"1"]) == [0, 2, 1]
+        assert allocator.cache.match([b"1"]) == [0]
+
+    def test_blocks_that_are_still_to_be_filled_are_not_published(self):
+        allocator = BlockAllocator(2)
+        allocator.allocate("a", 1, RESERVED)
+        with pytest.raises(ValueError, match="a holds reserved blocks"):
+            allocator.publish("a", [b"1"])
+        allocator.free("a")
+        assert allocator.counts.cached == 0
+
+    @pytest.mark.parametrize(
+        ("num_blocks", "hashes", "message"),
+        [(1, [b"1", b"2"], "asks for 1 blocks and names 2"), (1, [b"1"], "asks to share")],
+    )
+    def test_what_cannot_be_shared_is_refused(self, num_blocks, hashes, message):
+        allocator = BlockAllocator(4)
+        allocator.allocate("a", 1, RUNNING)
+        with pytest.raises(ValueError, match=message):
+            allocator.allocate("a", num_blocks, RUNNING, hashes)
+
+
 class TestCheckNamesTheCulprits:
     """Faults are planted, since the public methods make none."""
 
@@ -139,7 +243,7 @@ class TestCheckNamesTheCulprits:
 
     def test_a_held_block_that_is_free(self, allocator):
         allocator._free.append(3)
-        with pytest.raises(ConservationError, match="block 3 is held by the free list and b"):
+        with pytest.raises(ConservationError, match="block 3 is held by b and the free list"):
             allocator.check()
 
     def test_a_lost_block(self, allocator):
@@ -150,6 +254,29 @@ class TestCheckNamesTheCulprits:
     def test_a_block_that_is_not_there(self, allocator):
         allocator._free.append(6)
         with pytest.raises(ConservationError, match="block 6 of the free list does not exist"):
+            allocator.check()
+
+    def test_two_blocks_with_one_hash(self, allocator):
+        allocator.publish("a", [b"1", b"2"])
+        allocator.cache._hash_of[1] = b"1"
+        with pytest.raises(ConservationError, match="block 1 has the hash of block 0"):
+            allocator.check()
+
+    def test_a_cached_block_without_a_hash(self, allocator):
+        allocator._free.remove(5)
+        allocator.cache._unheld[5] = None
+        with pytest.raises(ConservationError, match="block 5 is cached without a hash"):
+            allocator.check()
+
+    def test_a_held_block_that_can_be_evicted(self, allocator):
+        allocator.publish("a", [b"1"])
+        allocator.cache._unheld[0] = None
+        with pytest.raises(ConservationError, match="block 0 is held by a and the cache"):
+            allocator.check()
+
+    def test_a_wrong_number_of_owners(self, allocator):
+        allocator._num_owners[RUNNING][0] = 2
+        with pytest.raises(ConservationError, match="block 0 has 1 owners, 2 are counted"):
             allocator.check()
 
     def test_a_wrong_count(self, allocator):

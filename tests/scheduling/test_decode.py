@@ -3,6 +3,7 @@
 import pytest
 
 from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.block_hash import BlockHashes
 from scheduling.decode import DecodeScheduler
 from scheduling.sequence import Sequence
 
@@ -206,7 +207,7 @@ class TestPreemption:
         worker = crowded()
         worker.step()
         worker.end("young")
-        assert worker.allocator.num_free == 4
+        assert worker.allocator.num_available == 4
         assert worker.scheduler.reserve("new", 1) is None
         with pytest.raises(KeyError, match="low is here already"):
             worker.scheduler.reserve("low", 1)
@@ -356,3 +357,68 @@ class TestOutgrown:
 def test_a_batch_has_rows(max_batch_size):
     with pytest.raises(ValueError, match="max_batch_size"):
         Worker(max_batch_size=max_batch_size)
+
+
+class TestSharedPrefixes:
+    """A prompt's blocks that are here are not sent; a preempted sequence finds its own again."""
+
+    @staticmethod
+    def start(worker, request_id, tokens, *, salt="", at=0.0, max_held=None):
+        hashes = BlockHashes("model", salt, BLOCK_SIZE)
+        table = worker.scheduler.reserve(request_id, len(tokens), hashes.of(tokens))
+        num_held = worker.allocator.num_shared(request_id)
+        sequence = Sequence(request_id, [*tokens, 7], len(tokens), 0, at, table, len(tokens), hashes=hashes)
+        worker.scheduler.admit(sequence)
+        return sequence, num_held
+
+    def test_a_prompt_that_is_here_is_held_in_whole_blocks(self):
+        worker = Worker()
+        first, num_held = self.start(worker, "a", range(12))
+        assert num_held == 0
+        second, num_held = self.start(worker, "b", range(12))
+        assert num_held == 3
+        assert second.block_table[:3] == first.block_table[:3]
+        assert second.block_table[3] != first.block_table[3]
+        third, num_held = self.start(worker, "c", range(11))
+        assert num_held == 2
+        assert set(third.block_table[2:]).isdisjoint(first.block_table + second.block_table)
+
+    def test_output_blocks_are_published_as_they_fill(self):
+        worker = Worker()
+        sequence, _ = self.start(worker, "a", range(7))
+        # Token 7 comes with the prompt; its KV, and a full second block, with the first step.
+        assert len(list(worker.allocator.cache.hashes)) == 1
+        worker.step()
+        assert len(list(worker.allocator.cache.hashes)) == 2
+        worker.end("a")
+        _, num_held = self.start(worker, "b", sequence.tokens[:8])
+        assert num_held == 2
+
+    def test_room_counts_a_shared_block_once(self):
+        worker = Worker(num_blocks=16)
+        self.start(worker, "a", range(40))
+        assert worker.scheduler.reserve("b", 40) is None
+        _, num_held = self.start(worker, "c", range(40))
+        assert num_held == 10
+        assert worker.allocator.counts.running == 12
+
+    def test_a_preempted_sequence_recomputes_only_what_was_evicted(self):
+        worker = Worker(num_blocks=6)
+        low, _ = self.start(worker, "low", range(9), at=1.0)
+        high, _ = self.start(worker, "high", range(100, 109), at=0.0)
+        while not (got := worker.step())[1]:
+            pass
+        assert got[1] == ["low"]
+        num_cached = len(worker.allocator.cache.match(low.block_hashes(99)))
+        assert num_cached > 0
+        worker.end("high")
+        got, _ = worker.step()
+        assert got["low"][0] == num_cached * BLOCK_SIZE
+        assert len(high.tokens) > 10
+
+    def test_a_resumed_sequence_with_everything_cached_advances_at_once(self):
+        worker = Worker(num_blocks=8)
+        sequence, _ = self.start(worker, "a", range(8), at=1.0)
+        worker.scheduler._preempt(sequence)
+        got, _ = worker.step()
+        assert got == {"a": (4, 9)}

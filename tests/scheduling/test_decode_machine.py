@@ -1,7 +1,7 @@
 """DecodeScheduler under random reservations, steps, cancels and shortages of memory.
 
-Each step writes into a model of the cache and reads back what came before, so that a wrong block table
-or a block with two owners shows as another's tokens.
+Each step writes into a model of the cache and reads back what came before, so that a wrong block table, a
+block that two write, or one that is shared for the wrong content shows as other tokens.
 """
 
 from hypothesis import settings
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.block_hash import BlockHashes
 from scheduling.decode import DecodeScheduler
 from scheduling.sequence import Sequence, blocks_for
 from scheduling.step_limit import MIN_STEP_TOKENS
@@ -17,8 +18,13 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 16
 MAX_TOKENS = NUM_BLOCKS * BLOCK_SIZE
 
-# Prompt tokens, output tokens, priority.
-REQUESTS = st.tuples(st.integers(1, 12), st.integers(2, MAX_TOKENS), st.integers(0, 2))
+# Prompt tokens, output tokens, priority, family.
+REQUESTS = st.tuples(st.integers(1, 12), st.integers(2, MAX_TOKENS), st.integers(0, 2), st.integers(0, 2))
+
+
+def token_at(family, position):
+    """All families begin alike; within one all tokens are the same."""
+    return position if position < 6 else 1000 * family + position
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -30,7 +36,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.reserved: dict[str, Sequence] = {}
         self.admitted: dict[str, Sequence] = {}
         self.targets: dict[str, int] = {}
-        self.cache: dict[tuple[int, int], tuple[str, int]] = {}
+        self.families: dict[str, int] = {}
+        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_requests = 0
 
     @initialize(max_batch_size=st.integers(1, 6), max_step_tokens=st.sampled_from([1, 20, 100]))
@@ -49,10 +56,12 @@ class DecodeMachine(RuleBasedStateMachine):
     def reserve(self, request):
         self.reserve_one(*request)
 
-    def reserve_one(self, num_prompt_tokens, num_output_tokens, priority):
-        idle = self.allocator.num_free == NUM_BLOCKS and not self.scheduler.has_work
+    def reserve_one(self, num_prompt_tokens, num_output_tokens, priority, family):
+        idle = self.allocator.num_available == NUM_BLOCKS and not self.scheduler.has_work
         request_id = f"r{self.num_requests}"
-        table = self.scheduler.reserve(request_id, num_prompt_tokens)
+        prompt = [token_at(family, p) for p in range(num_prompt_tokens)]
+        hashes = BlockHashes("model", "", BLOCK_SIZE)
+        table = self.scheduler.reserve(request_id, num_prompt_tokens, hashes.of(prompt))
         if table is None:
             assert not idle
             return None
@@ -60,13 +69,15 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len(table) == blocks_for(num_prompt_tokens + 1, BLOCK_SIZE)
         self.num_requests += 1
         self.targets[request_id] = min(num_prompt_tokens + num_output_tokens, MAX_TOKENS)
+        self.families[request_id] = family
         self.reserved[request_id] = Sequence(
             request_id,
-            list(range(num_prompt_tokens + 1)),
+            [*prompt, token_at(family, num_prompt_tokens)],
             num_prompt_tokens,
             priority,
             float(self.num_requests // 2),
             table,
+            hashes=hashes,
         )
         return request_id
 
@@ -77,7 +88,9 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def admit(self, request_id):
         sequence = self.admitted[request_id] = self.reserved.pop(request_id)
-        self.compute(sequence, 0, sequence.num_prompt_tokens)
+        # What is held already is not sent.
+        num_held = self.allocator.num_shared(request_id) * BLOCK_SIZE
+        self.compute(sequence, num_held, sequence.num_prompt_tokens)
         sequence.num_computed = sequence.num_prompt_tokens
         self.scheduler.admit(sequence)
 
@@ -120,21 +133,25 @@ class DecodeMachine(RuleBasedStateMachine):
         for row in plan.scheduled:
             before = list(row.sequence.tokens)
             is_last = row.is_last
-            self.scheduler.advance(row, len(before) if is_last else None)
+            token = token_at(self.families[row.sequence.request_id], len(before))
+            self.scheduler.advance(row, token if is_last else None)
             if row.sequence is cancelled:
                 assert row.sequence.tokens == before
                 continue
-            assert row.sequence.tokens == list(range(len(before) + is_last))
+            assert row.sequence.tokens == before + [token] * is_last
             assert row.sequence.num_computed == row.end
             if len(row.sequence.tokens) == self.targets[row.sequence.request_id]:
                 self.end(row.sequence.request_id)
 
     def compute(self, sequence, start, end):
+        others = [s for s in [*self.reserved.values(), *self.admitted.values()] if s is not sequence]
         for position in range(end):
-            place = (sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            block = sequence.block_table[position // BLOCK_SIZE]
+            content = tuple(sequence.tokens[: position + 1])
             if position >= start:
-                self.cache[place] = (sequence.request_id, position)
-            assert self.cache[place] == (sequence.request_id, position)
+                assert not any(block in other.block_table for other in others)
+                self.cache[block, position % BLOCK_SIZE] = content
+            assert self.cache[block, position % BLOCK_SIZE] == content
 
     def plan(self):
         before = {s.request_id for s in self.admitted.values() if s.block_table}
@@ -167,6 +184,9 @@ class DecodeMachine(RuleBasedStateMachine):
         # Nobody lost blocks to one that ranks lower: all who still hold some rank higher.
         for victim in plan.preempted:
             assert victim.request_id in before
+            if victim.block_table:  # It resumes at once, on blocks that others hold already.
+                assert victim.num_computed > 0
+                continue
             holders = [s for s in self.admitted.values() if s.block_table]
             assert all(holder.rank < victim.rank for holder in holders)
             assert (victim.num_computed, victim.block_table) == (0, [])
@@ -202,7 +222,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.counted()
             num_steps += 1
             assert num_steps <= bound
-        assert self.allocator.num_free == NUM_BLOCKS
+        assert self.allocator.num_available == NUM_BLOCKS
 
 
 DecodeMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)

@@ -13,12 +13,12 @@ BLOCK_SIZE = 16
 NEED = Need(num_prompt_tokens=32, num_prompt_blocks=2, num_max_blocks=4)
 
 
-def prefill(worker_id, *, group="g", tokens=0, requests=0, blocks=1000):
-    return PrefillSnapshot(worker_id, group, tokens, requests, blocks)
+def prefill(worker_id, *, group="g", tokens=0, requests=0, blocks=1000, cached=0):
+    return PrefillSnapshot(worker_id, group, tokens, requests, blocks, cached)
 
 
-def decode(worker_id, *, group="g", requests=0, free=1000, blocks=1000):
-    return DecodeSnapshot(worker_id, group, requests, free, blocks)
+def decode(worker_id, *, group="g", requests=0, free=1000, blocks=1000, held=0):
+    return DecodeSnapshot(worker_id, group, requests, free, blocks, held)
 
 
 def need_of(num_prompt_tokens, max_tokens=16):
@@ -135,6 +135,85 @@ def test_room_is_the_prompt_and_its_first_growth(num_prompt_tokens, max_tokens, 
     assert need.num_first_blocks == first
     decodes = [decode("lacks", free=first - 1), decode("has", free=first, requests=9)]
     assert Placement().rank([prefill("p")], decodes, need)[0].decode_id == "has"
+
+
+class CachingCluster(Cluster):
+    """Workers that keep every prefix that they have computed, as long as the test runs."""
+
+    def __init__(self, num_prefills, num_decodes):
+        super().__init__(num_prefills, num_decodes)
+        self.has = set()
+
+    def dispatch_family(self, family, num_shared, num_own):
+        need = need_of(num_shared + num_own)
+        for worker_id, p in self.prefills.items():
+            cached = num_shared if (worker_id, family) in self.has else 0
+            self.prefills[worker_id] = replace(p, num_cached_tokens=cached)
+        for worker_id, d in self.decodes.items():
+            held = num_shared // BLOCK_SIZE if (worker_id, family) in self.has else 0
+            self.decodes[worker_id] = replace(d, num_held_blocks=held)
+        cached = {p.worker_id: p.num_cached_tokens for p in self.prefills.values()}
+        pair = self.dispatch(need)
+        p = self.prefills[pair.prefill_id]
+        computed = p.num_pending_tokens - cached[pair.prefill_id]
+        self.prefills[p.worker_id] = replace(p, num_pending_tokens=computed)
+        self.has |= {(pair.prefill_id, family), (pair.decode_id, family)}
+        return pair
+
+
+@pytest.mark.parametrize(("num_prefills", "num_decodes"), [(2, 2), (3, 2), (4, 5)])
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0, 160, 800]), st.integers(1, 60)), max_size=40)
+)
+def test_cached_prefixes_never_unbalance_by_more_than_a_prompt(num_prefills, num_decodes, requests):
+    cluster = CachingCluster(num_prefills, num_decodes)
+    for family, num_shared, num_own in requests:
+        cluster.dispatch_family((family, num_shared), num_shared, num_own)
+        assert spread([p.num_pending_tokens for p in cluster.prefills.values()]) <= 860
+        assert spread([d.num_requests for d in cluster.decodes.values()]) <= 2
+
+
+def test_a_prefix_that_everybody_has_is_computed_by_everybody():
+    cluster = CachingCluster(4, 4)
+    pairs = [cluster.dispatch_family("system prompt", 640, 40) for _ in range(400)]
+    for counts in (Counter(p.prefill_id for p in pairs), Counter(p.decode_id for p in pairs)):
+        assert len(counts) == 4
+        assert min(counts.values()) > 0.7 * 100
+
+
+def test_a_cached_prefix_wins_while_it_saves_more_than_the_wait_costs():
+    prefills = [prefill("has", tokens=100, cached=64, requests=1), prefill("idle", tokens=36)]
+    need = need_of(100)
+    ranked = Placement().rank_prefills(prefills, need)
+    assert [p.worker_id for p in ranked] == ["idle", "has"]  # Equal in tokens; fewer requests decide.
+    closer = [replace(prefills[0], num_pending_tokens=99), prefills[1]]
+    assert Placement().rank_prefills(closer, need)[0].worker_id == "has"
+    further = [replace(prefills[0], num_pending_tokens=101), prefills[1]]
+    assert Placement().rank_prefills(further, need)[0].worker_id == "idle"
+
+
+def test_on_decode_a_held_prompt_counts_as_one_request_less():
+    need = need_of(64, 16)
+    idle = decode("idle", requests=3)
+    for requests, held, first in [(3, 1, "has"), (4, 3, "idle"), (4, 4, "has"), (5, 4, "idle")]:
+        has = decode("has", requests=requests, held=held, free=1001)
+        assert Placement().rank([prefill("p")], [idle, has], need)[0].decode_id == first, (requests, held)
+
+
+def test_what_a_decode_worker_holds_needs_no_room():
+    need = need_of(64, 16)
+    decodes = [decode("lacks", free=4, requests=0), decode("has", free=2, held=3, requests=9)]
+    assert Placement().rank([prefill("p")], decodes, need)[0].decode_id == "has"
+
+
+def test_equals_take_turns_where_all_have_the_prefix():
+    placement = Placement()
+    prefills = [prefill(f"p{i}", cached=16) for i in range(3)]
+    decodes = [decode(f"d{i}", held=1) for i in range(3)]
+    firsts = [placement.rank(prefills, decodes, NEED)[0] for _ in range(9)]
+    assert set(Counter(pair.prefill_id for pair in firsts).values()) == {3}
+    assert set(Counter(pair.decode_id for pair in firsts).values()) == {3}
 
 
 GROUPS = st.sampled_from("gh")

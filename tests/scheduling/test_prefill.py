@@ -3,6 +3,7 @@
 import pytest
 
 from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.block_hash import BlockHashes
 from scheduling.prefill import MAX_PASSED_OVER, PrefillScheduler
 from scheduling.sequence import Sequence
 from scheduling.step_limit import MIN_STEP_TOKENS, NUM_STEPS_BEFORE_GROWTH
@@ -308,3 +309,79 @@ def test_at_the_floor_the_loop_is_told():
         shrunk.append(scheduler.shrink())
     assert shrunk == [True, True, False]
     assert sum(c.end - c.start for c in scheduler.schedule()) == MIN_STEP_TOKENS
+
+
+class TestSharedPrefixes:
+    """What is cached is not computed, and what is computed can be shared from then on."""
+
+    @staticmethod
+    def named(request_id, tokens, *, salt="", at=0.0):
+        hashes = BlockHashes("model", salt, BLOCK_SIZE)
+        return Sequence(request_id, list(tokens), len(tokens), 0, at, hashes=hashes)
+
+    def test_the_second_prompt_starts_where_the_first_differs(self):
+        scheduler, allocator = new()
+        add(scheduler, self.named("a", range(80)))
+        assert step(scheduler, allocator) == {"a": (0, 80)}
+        add(scheduler, self.named("b", [*range(50), *range(7)]))
+        assert scheduler.num_pending_tokens == 9
+        assert step(scheduler, allocator) == {"b": (48, 57)}
+        assert scheduler.num_pending_tokens == 0
+
+    @pytest.mark.parametrize(("num_tokens", "start"), [(16, 0), (17, 16), (32, 16), (33, 32)])
+    def test_at_least_the_last_token_is_computed(self, num_tokens, start):
+        scheduler, allocator = new()
+        for request_id in ("a", "b"):
+            add(scheduler, self.named(request_id, range(num_tokens)))
+            got = step(scheduler, allocator)
+        assert got == {"b": (start, num_tokens)}
+
+    def test_blocks_are_shared_while_the_first_still_runs(self):
+        scheduler, allocator = new(max_step_tokens=64)
+        add(scheduler, self.named("a", range(200)))
+        assert step(scheduler) == {"a": (0, 64)}
+        add(scheduler, self.named("b", range(70)))
+        assert step(scheduler) == {"b": (64, 70), "a": (64, 122)}
+        assert allocator.counts.running == 13 + 1
+
+    def test_a_salt_of_its_own_shares_nothing(self):
+        scheduler, allocator = new()
+        add(scheduler, self.named("a", range(80)))
+        step(scheduler, allocator)
+        add(scheduler, self.named("b", range(80), salt="tenant"))
+        assert step(scheduler, allocator) == {"b": (0, 80)}
+
+    def test_a_short_rest_goes_first(self):
+        scheduler, allocator = new(max_step_tokens=40)
+        add(scheduler, self.named("a", range(96)))
+        while step(scheduler, allocator):
+            pass
+        add(
+            scheduler,
+            self.named("oldest", [1] * 400),
+            self.named("long-cached", range(100), at=2.0),
+            self.named("short", [2] * 30, at=1.0),
+        )
+        assert list(step(scheduler)) == ["oldest", "long-cached", "short"]
+
+    def test_what_was_evicted_while_it_waited_is_computed(self):
+        scheduler, allocator = new(num_blocks=6)
+        add(scheduler, self.named("a", range(64)))
+        step(scheduler, allocator)
+        allocator.allocate("other", 6, BlockState.RUNNING)
+        allocator.free("other")
+        allocator.allocate("other", 3, BlockState.RUNNING)
+        add(scheduler, self.named("b", range(80)))
+        assert scheduler.schedule() == []
+        assert scheduler.num_pending_tokens == 80
+        allocator.free("other")
+        assert step(scheduler, allocator) == {"b": (0, 80)}
+
+    def test_a_removed_prompts_blocks_are_not_published(self):
+        scheduler, allocator = new()
+        sequence = self.named("a", range(80))
+        add(scheduler, sequence)
+        scheduled = scheduler.schedule()
+        scheduler.remove("a")
+        scheduler.advance(scheduled)
+        assert not list(allocator.cache.hashes)

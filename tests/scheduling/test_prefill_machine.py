@@ -1,7 +1,7 @@
 """PrefillScheduler under random arrivals, steps, cancels and shortages of memory.
 
-Each step writes into a model of the cache and reads back what came before, so that a wrong block table
-or a block with two owners shows as another's tokens.
+Each step writes into a model of the cache and reads back what came before, so that a wrong block table, a
+block that two write, or one that is shared for the wrong content shows as other tokens.
 """
 
 from hypothesis import settings
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.block_hash import BlockHashes
 from scheduling.prefill import PrefillScheduler
 from scheduling.sequence import Sequence
 
@@ -25,7 +26,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.live: dict[str, Sequence] = {}
         self.unacknowledged: dict[str, Sequence] = {}
-        self.cache: dict[tuple[int, int], tuple[str, int]] = {}
+        self.estimates: dict[str, int] = {}
+        self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.now_s = 0.0
 
     @initialize(max_step_tokens=st.sampled_from([1, 7, 32, 100]))
@@ -33,17 +35,27 @@ class PrefillMachine(RuleBasedStateMachine):
         self.max_step_tokens = max_step_tokens
         self.scheduler = PrefillScheduler(self.allocator, BLOCK_SIZE, max_step_tokens, MAX_WAITING)
 
-    @rule(num_tokens=st.integers(1, NUM_BLOCKS * BLOCK_SIZE), priority=st.integers(0, 2), wait=st.booleans())
-    def add(self, num_tokens, priority, wait):
+    @rule(
+        num_tokens=st.integers(1, NUM_BLOCKS * BLOCK_SIZE),
+        family=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        wait=st.booleans(),
+    )
+    def add(self, num_tokens, family, priority, wait):
         self.now_s += wait
         request_id = f"r{len(self.live) + len(self.unacknowledged)}-{self.now_s}-{num_tokens}"
         if request_id in self.live or request_id in self.unacknowledged:
             return
-        sequence = Sequence(request_id, [0] * num_tokens, num_tokens, priority, self.now_s)
+        # All families begin alike; within one all tokens are the same.
+        tokens = [p if p < 6 else 1000 * family + p for p in range(num_tokens)]
+        hashes = BlockHashes("model", "", BLOCK_SIZE)
+        sequence = Sequence(request_id, tokens, num_tokens, priority, self.now_s, hashes=hashes)
+        cached = self.allocator.cache.match(hashes.of(tokens)[: (num_tokens - 1) // BLOCK_SIZE])
         had_room = self.scheduler.num_waiting < MAX_WAITING
         assert self.scheduler.add(sequence) == had_room
         if had_room:
             self.live[request_id] = sequence
+            self.estimates[request_id] = num_tokens - len(cached) * BLOCK_SIZE
 
     @rule(data=st.data())
     def step(self, data):
@@ -75,11 +87,14 @@ class PrefillMachine(RuleBasedStateMachine):
 
     def compute(self, chunk):
         sequence = chunk.sequence
+        others = [s for s in [*self.live.values(), *self.unacknowledged.values()] if s is not sequence]
         for position in range(chunk.end):
-            place = (sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
+            block = sequence.block_table[position // BLOCK_SIZE]
+            content = tuple(sequence.tokens[: position + 1])
             if position >= chunk.start:
-                self.cache[place] = (sequence.request_id, position)
-            assert self.cache[place] == (sequence.request_id, position)
+                assert not any(block in other.block_table for other in others)
+                self.cache[block, position % BLOCK_SIZE] = content
+            assert self.cache[block, position % BLOCK_SIZE] == content
 
     def check_plan(self, scheduled):
         got = {chunk.sequence.request_id: chunk.end - chunk.start for chunk in scheduled}
@@ -111,7 +126,7 @@ class PrefillMachine(RuleBasedStateMachine):
         sequence = self.unacknowledged.pop(request_id)
         for position in range(len(sequence.tokens)):
             place = (sequence.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE)
-            assert self.cache[place] == (request_id, position)
+            assert self.cache[place] == tuple(sequence.tokens[: position + 1])
         self.allocator.free(request_id)
 
     @precondition(lambda self: self.live)
@@ -134,7 +149,8 @@ class PrefillMachine(RuleBasedStateMachine):
         assert all(len(s.block_table) == -(-len(s.tokens) // BLOCK_SIZE) for s in started)
         assert self.scheduler.num_running == len(started)
         assert self.scheduler.num_waiting == len(self.live) - len(started)
-        assert self.scheduler.num_pending_tokens == sum(s.remaining for s in self.live.values())
+        waiting = [self.estimates[name] for name, s in self.live.items() if not s.block_table]
+        assert self.scheduler.num_pending_tokens == sum(s.remaining for s in started) + sum(waiting)
 
     def teardown(self):
         """Once arrivals stop and every ack comes at once, each step fills its budget or finishes someone."""
@@ -153,7 +169,7 @@ class PrefillMachine(RuleBasedStateMachine):
             assert num_steps <= bound
         for request_id in self.unacknowledged:
             self.allocator.free(request_id)
-        assert self.allocator.num_free == NUM_BLOCKS
+        assert self.allocator.num_available == NUM_BLOCKS
 
 
 PrefillMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,1 @@
+"""Measured comparisons: each module prints a table, or JSON with --json."""

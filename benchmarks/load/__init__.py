@@ -1,0 +1,1 @@
+"""Drives an OpenAI-compatible server and reports what its clients see."""

@@ -1,0 +1,1 @@
+"""One router process under load, its workers answering at once."""
