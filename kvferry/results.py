@@ -64,7 +64,7 @@ class Moment:
 
     name: str
     at_s: float
-    worker_id: str
+    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

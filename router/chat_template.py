@@ -12,8 +12,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvferry.results import ChatMessage
 from router.errors import InvalidRequest
-from router.events import ChatMessage
 
 # Far above any context; stops a template that multiplies its input.
 _MAX_RENDERED_CHARS = 2**24

@@ -2,19 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
+from kvferry.results import ChatMessage, FinishReason, Moment, TokenLogprobs
 from kvferry.sampling import SamplingParams
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message of a chat."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +54,12 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities at one output position; `top` is (token id, value), likeliest first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """What was generated since the last one. Text may lag behind the ids."""
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """A point in a request's life: `at_s` seconds after it was received; worker_id "" is the router."""
-
-    name: str
-    at_s: float
-    worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from kvferry.results import FinishReason, Moment, TokenLogprobs
 from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from router.admission import Admission
 from router.errors import DeadlineExceeded, Overloaded, RequestError, Unavailable, WorkerFailed
-from router.events import Delta, Finished, FinishReason, Moment, Request, TokenLogprobs
+from router.events import Delta, Finished, Request
 from router.inbox import Inbox, News, NewToken
 from router.output import OutputBuilder
 from router.prefix_index import PromptBlocks

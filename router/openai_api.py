@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
+from kvferry.results import ChatMessage
 from kvferry.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from router.errors import InvalidRequest
-from router.events import ChatMessage, RequestSpec
+from router.events import RequestSpec
 from router.validation import explain
 
 # OpenAI's own default of /v1/completions; /v1/chat/completions takes what the context leaves.

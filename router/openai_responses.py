@@ -5,7 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from router.events import Delta, Finished, TokenLogprobs
+from kvferry.results import TokenLogprobs
+from router.events import Delta, Finished
 from router.tokenizer import Tokenizer
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

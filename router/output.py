@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvferry.results import FinishReason, TokenLogprobs
 from router.detokenizer import Detokenizer
-from router.events import Delta, FinishReason, Request, TokenLogprobs
+from router.events import Delta, Request
 from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer
 

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
+from kvferry.results import ChatMessage
 from kvferry.sampling import SamplingParams
 from kvferry.v1 import (
     admin_pb2,
@@ -20,7 +21,7 @@ from kvferry.v1 import (
 )
 from kvferry.v1 import inference_pb2 as pb
 from router.errors import InvalidRequest
-from router.events import ChatMessage, Delta, Finished, RequestSpec
+from router.events import Delta, Finished, RequestSpec
 from router.router import Router
 from router.validation import explain
 from router.worker import Worker

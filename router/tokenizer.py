@@ -8,9 +8,9 @@ from typing import Any, Self
 
 import tokenizers
 
+from kvferry.results import ChatMessage
 from router.chat_template import ChatTemplate
 from router.errors import InvalidRequest
-from router.events import ChatMessage
 
 # Above this the batch call, which lets other threads run meanwhile, is worth its overhead.
 _SHORT_TEXT_CHARS = 4096

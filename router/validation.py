@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pydantic import BaseModel, ValidationError
 
+from kvferry.results import ChatMessage
 from kvferry.sampling import SamplingParams
 from router.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from router.events import ChatMessage, Request, RequestSpec
+from router.events import Request, RequestSpec
 from router.model_spec import ModelSpec
 from router.tokenizer import Tokenizer
 from scheduling.block_hash import MAX_SALT_CHARS

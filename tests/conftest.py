@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from kvferry.config import RouterConfig
-from router.events import Delta, Finished, Request, RequestSpec, TokenLogprobs
+from kvferry.results import TokenLogprobs
+from router.events import Delta, Finished, Request, RequestSpec
 from router.http import HttpServer, build_app
 from router.model_spec import ModelSpec
 from router.output import OutputBuilder

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from benchmarks.load.connection import Exchange
 from benchmarks.load.outcome import Job, Outcome
-from router.events import ChatMessage
+from kvferry.results import ChatMessage
 from router.tokenizer import Tokenizer
 
 _MAX_QUOTED_BYTES = 200

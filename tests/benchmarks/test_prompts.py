@@ -8,7 +8,7 @@ import pytest
 from benchmarks.load.api import ChatApi, CompletionsApi
 from benchmarks.load.arrivals import Trace, poisson_times_s
 from benchmarks.load.prompts import Prompts
-from router.events import ChatMessage
+from kvferry.results import ChatMessage
 from router.tokenizer import Tokenizer
 
 

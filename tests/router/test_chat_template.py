@@ -4,9 +4,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvferry.models import demo_model_dir
+from kvferry.results import ChatMessage
 from router.chat_template import ChatTemplate
 from router.errors import InvalidRequest
-from router.events import ChatMessage
 
 SPECIAL_TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 

@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.results import TokenLogprobs
 from kvferry.sampling import SamplingParams
-from router.events import Delta, Request, TokenLogprobs
+from router.events import Delta, Request
 from router.output import OutputBuilder
 from router.tokenizer import Tokenizer
 

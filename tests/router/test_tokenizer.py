@@ -6,8 +6,8 @@ from tokenizers import decoders, models
 from transformers import AutoTokenizer
 
 from kvferry.models import demo_model_dir
+from kvferry.results import ChatMessage
 from router.errors import InvalidRequest
-from router.events import ChatMessage
 from router.model_spec import ModelSpec
 from router.tokenizer import Tokenizer
 

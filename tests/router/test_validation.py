@@ -4,9 +4,10 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from kvferry.results import ChatMessage
 from kvferry.sampling import SamplingParams
 from router.errors import DeadlineExceeded, InvalidRequest, UnknownModel
-from router.events import ChatMessage, RequestSpec
+from router.events import RequestSpec
 from router.model_spec import ModelSpec
 from router.tokenizer import Tokenizer
 from router.validation import explain, validate
