@@ -10,17 +10,16 @@ closed and D is told to release, so that neither holds anything for it.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from kvferry.results import FinishReason, Moment, TokenLogprobs
-from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, registry_pb2
+from kvferry.v1 import common_pb2, prefill_pb2, registry_pb2
 from router.admission import Admission
-from router.errors import DeadlineExceeded, Overloaded, RequestError, Unavailable, WorkerFailed
+from router.calls import Calls, Placed, prefill_error
+from router.errors import DeadlineExceeded, Overloaded, RequestError, WorkerFailed
 from router.events import Delta, Finished, Request
 from router.inbox import Inbox, News, NewToken
 from router.output import OutputBuilder
@@ -30,13 +29,7 @@ from router.worker import Worker
 from scheduling.placement import Need
 from scheduling.sequence import blocks_for
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-# Reserving is a look-up on the decode worker; longer means that it is stuck or gone.
-RESERVE_TIMEOUT_S = 2.0
-RELEASE_TIMEOUT_S = 2.0
 
 _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -56,16 +49,6 @@ class Context(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Where a request runs, and its right to D's blocks."""
-
-    prefill: Worker
-    decode: Worker
-    lease: common_pb2.Lease
-    num_held_blocks: int
-
-
 class Lifecycle:
     """One request, from its admission to its end. `events` is run once."""
 
@@ -79,7 +62,7 @@ class Lifecycle:
         self._request = request
         self._output = output
         self._prompt = PromptBlocks(request.prompt_token_ids, request.cache_salt)
-        self._sampling = common_pb2.SamplingParams(**request.sampling.to_fields())
+        self._calls = Calls(context.registry.channels, context.router_id, request)
         self._inbox = Inbox()
         self._num_tokens = 0
         self._num_cached_tokens = 0
@@ -135,32 +118,18 @@ class Lifecycle:
     async def _reserve(self, need: Need) -> Placed | None:
         """Asks the decode workers in order of placement. None: no room anywhere now."""
         for prefill, decode in self._context.registry.rank(need, self._prompt):
-            stub = decode_pb2_grpc.DecodeServiceStub(self._channel(decode))
+            response = None
             try:
-                response = await stub.Reserve(self._reserve_request(), timeout=RESERVE_TIMEOUT_S)
-            except grpc.aio.AioRpcError:
-                # It may have been done all the same.
-                self._context.in_background(self._release(decode))
-                continue
-            except asyncio.CancelledError:
-                self._context.in_background(self._release(decode))
-                raise
-            if response.HasField("lease"):
+                response = await self._calls.reserve(decode)
+            finally:
+                # Cancelled or unanswered, it may have been done all the same.
+                if response is None:
+                    self._context.in_background(self._calls.release(decode))
+            if response is not None and response.HasField("lease"):
                 decode.num_requests += 1
                 decode.num_dispatched_blocks += need.num_prompt_blocks - response.num_held_blocks
                 return Placed(prefill, decode, response.lease, response.num_held_blocks)
         return None
-
-    def _reserve_request(self) -> decode_pb2.ReserveRequest:
-        return decode_pb2.ReserveRequest(
-            request_id=self._request.request_id,
-            router_id=self._context.router_id,
-            prompt_token_ids=self._request.prompt_token_ids,
-            sampling=self._sampling,
-            priority=self._request.priority,
-            deadline_s=self._remaining_s(),
-            cache_salt=self._request.cache_salt,
-        )
 
     async def _prefill(self, placed: Placed, need: Need) -> None:
         """Runs the prompt on P, or on another one where P's queue is full; the news go to the inbox."""
@@ -172,7 +141,9 @@ class Lifecycle:
                 return
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    self._inbox.put(_from_status(prefill, error))
+                    # Once D decodes it has all it needs, and only the word of it was lost.
+                    if self.stage != "DECODE":
+                        self._inbox.put(prefill_error(prefill, error))
                     return
             tried.add(prefill.worker_id)
             registry = self._context.registry
@@ -182,18 +153,13 @@ class Lifecycle:
         )
 
     async def _call_prefill(self, prefill: Worker, placed: Placed) -> None:
-        request = self._prefill_request(placed)
         # What the worker will have to compute, as far as is known.
         num_tokens = self._prompt.num_tokens - prefill.num_cached_tokens(self._prompt)
         prefill.num_requests += 1
         prefill.num_dispatched_tokens += num_tokens
         sent_s = self._now_s()
-        # P's own deadline ends the call; this one is for a P that does not answer.
-        call = prefill_pb2_grpc.PrefillServiceStub(self._channel(prefill)).Prefill(
-            request, timeout=self._remaining_s() + RESERVE_TIMEOUT_S
-        )
         try:
-            async for response in call:
+            async for response in self._calls.prefill(placed, prefill):
                 if response.HasField("first_token"):
                     prefill.num_dispatched_tokens -= num_tokens
                     num_tokens = 0
@@ -204,21 +170,6 @@ class Lifecycle:
         finally:
             prefill.num_requests -= 1
             prefill.num_dispatched_tokens -= num_tokens
-
-    def _prefill_request(self, placed: Placed) -> prefill_pb2.PrefillRequest:
-        return prefill_pb2.PrefillRequest(
-            request_id=self._request.request_id,
-            prompt_token_ids=self._request.prompt_token_ids,
-            sampling=self._sampling,
-            priority=self._request.priority,
-            deadline_s=self._remaining_s(),
-            target=prefill_pb2.HandoffTarget(
-                address=placed.decode.registration.address,
-                lease=placed.lease,
-                num_held_blocks=placed.num_held_blocks,
-            ),
-            cache_salt=self._request.cache_salt,
-        )
 
     def _note_prefill(self, prefill: Worker, sent_s: float, first: prefill_pb2.FirstToken) -> None:
         """P tells its moments as seconds since the call arrived, so that no two clocks are compared."""
@@ -276,30 +227,10 @@ class Lifecycle:
         decode.num_requests -= 1
         decode.inboxes.pop(self._placed.lease.generation, None)
         if not self._decode_has_ended:
-            self._context.in_background(self._release(decode))
-
-    async def _release(self, decode: Worker) -> None:
-        """Tells D to forget the request. Where that fails, D's own deadline or lost stream does it."""
-        stub = decode_pb2_grpc.DecodeServiceStub(self._channel(decode))
-        request = decode_pb2.ReleaseRequest(request_ids=[self._request.request_id])
-        try:
-            await stub.Release(request, timeout=RELEASE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            logger.warning(
-                "%s could not be told to release %s: %s",
-                decode.worker_id,
-                self._request.request_id,
-                error.details(),
-            )
-
-    def _channel(self, worker: Worker) -> grpc.aio.Channel:
-        return self._context.registry.channels.to(worker.registration.address)
+            self._context.in_background(self._calls.release(decode))
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
-
-    def _remaining_s(self) -> float:
-        return max(0.0, self._request.deadline_s - self._now_s())
 
     def _moment(self, name: str, worker: Worker | None = None, at_s: float | None = None) -> None:
         since_received_s = (self._now_s() if at_s is None else at_s) - self._request.received_s
@@ -310,12 +241,3 @@ def _logprobs(token: NewToken) -> TokenLogprobs:
     assert token.logprobs is not None
     top = tuple((entry.token_id, entry.logprob) for entry in token.logprobs.top)
     return TokenLogprobs(token.token_id, token.logprobs.logprob, top)
-
-
-def _from_status(worker: Worker, error: grpc.aio.AioRpcError) -> RequestError:
-    message = f"prefill worker {worker.worker_id}: {error.details()}"
-    kinds: dict[grpc.StatusCode, type[RequestError]] = {
-        grpc.StatusCode.UNAVAILABLE: Unavailable,
-        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    }
-    return kinds.get(error.code(), WorkerFailed)(message)

@@ -1,0 +1,124 @@
+"""What the router asks of workers for one request: Reserve, Prefill and Release."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from router.errors import DeadlineExceeded, RequestError, Unavailable, WorkerFailed
+from router.events import Request
+from router.worker import Worker
+from rpc.channel import Channels
+
+logger = logging.getLogger(__name__)
+
+# Reserving is a look-up on the decode worker; longer means that it is stuck or gone.
+RESERVE_TIMEOUT_S = 2.0
+RELEASE_TIMEOUT_S = 2.0
+# A worker ends a call at its deadline; this much later it is taken for one that does not answer.
+DEADLINE_SLACK_S = 2.0
+
+# A decode worker that answers so may be well for the next request; another one is tried for this one.
+_TRY_ANOTHER = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    # It has lost its stream to this router, and joins again.
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a request runs, and its right to D's blocks, of which D holds the first `num_held_blocks`."""
+
+    prefill: Worker
+    decode: Worker
+    lease: common_pb2.Lease
+    num_held_blocks: int
+
+
+class Calls:
+    """The calls of one request."""
+
+    def __init__(self, channels: Channels, router_id: str, request: Request) -> None:
+        self._channels = channels
+        self._router_id = router_id
+        self._request = request
+        self._sampling = common_pb2.SamplingParams(**request.sampling.to_fields())
+
+    async def reserve(self, decode: Worker) -> decode_pb2.ReserveResponse | None:
+        """Asks D for blocks. None where it cannot be asked now; it may have taken them all the same.
+
+        Raises `WorkerFailed` where it refuses for a reason that trying again does not mend.
+        """
+        request = decode_pb2.ReserveRequest(
+            request_id=self._request.request_id,
+            router_id=self._router_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            sampling=self._sampling,
+            priority=self._request.priority,
+            deadline_s=self._remaining_s(),
+            cache_salt=self._request.cache_salt,
+        )
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channel(decode))
+        try:
+            response: decode_pb2.ReserveResponse = await stub.Reserve(request, timeout=RESERVE_TIMEOUT_S)
+            return response
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _TRY_ANOTHER:
+                raise WorkerFailed(f"decode worker {decode.worker_id}: {error.details()}") from error
+            logger.warning("%s cannot be asked to reserve: %s", decode.worker_id, error.details())
+            return None
+
+    def prefill(self, placed: Placed, prefill: Worker) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """Has P compute the prompt and push it to D. Iterating raises `grpc.aio.AioRpcError`."""
+        request = prefill_pb2.PrefillRequest(
+            request_id=self._request.request_id,
+            prompt_token_ids=self._request.prompt_token_ids,
+            sampling=self._sampling,
+            priority=self._request.priority,
+            deadline_s=self._remaining_s(),
+            target=prefill_pb2.HandoffTarget(
+                address=placed.decode.registration.address,
+                lease=placed.lease,
+                num_held_blocks=placed.num_held_blocks,
+            ),
+            cache_salt=self._request.cache_salt,
+        )
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(prefill))
+        call: Any = stub.Prefill(request, timeout=self._remaining_s() + DEADLINE_SLACK_S)
+        return call  # type: ignore[no-any-return]
+
+    async def release(self, decode: Worker) -> None:
+        """Tells D to forget the request. Where that fails, D's own deadline or lost stream does it."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channel(decode))
+        request = decode_pb2.ReleaseRequest(request_ids=[self._request.request_id])
+        try:
+            await stub.Release(request, timeout=RELEASE_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            logger.warning(
+                "%s could not be told to release %s: %s",
+                decode.worker_id,
+                self._request.request_id,
+                error.details(),
+            )
+
+    def _channel(self, worker: Worker) -> grpc.aio.Channel:
+        return self._channels.to(worker.registration.address)
+
+    def _remaining_s(self) -> float:
+        return max(0.0, self._request.deadline_s - asyncio.get_running_loop().time())
+
+
+def prefill_error(prefill: Worker, error: grpc.aio.AioRpcError) -> RequestError:
+    """What the client is told when P's call ended so."""
+    kinds: dict[grpc.StatusCode, type[RequestError]] = {
+        grpc.StatusCode.UNAVAILABLE: Unavailable,
+        grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    }
+    return kinds.get(error.code(), WorkerFailed)(f"prefill worker {prefill.worker_id}: {error.details()}")
