@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine import attention
+from engine.cpu_model import use_kernels
 from engine.engine import ModelInfo
 from engine.refusal import UnsupportedModel, check_config, model_class
 from kvferry.config import EngineConfig
@@ -51,6 +52,8 @@ def load_model(config: EngineConfig, folder: Path) -> LoadedModel:
     if lacking:
         raise ValueError(f"{folder} lacks {len(lacking)} weights of {type(model).__name__}: {lacking[:3]}")
     model.eval().requires_grad_(False).to(device)
+    if device.type == "cpu":
+        use_kernels(model)
     return LoadedModel(model, _info(model, folder), device)
 
 

@@ -36,6 +36,8 @@ class OutputBuilder:
         is an end token: counted, but not shown. Tokens after the one that completes a stop string are
         dropped. Must not be called once `finish_reason` is set.
         """
+        if not self._sampling.stop:
+            return self._push_all(token_ids, logprobs, ended)
         pieces = []
         num_taken = 0
         for token_id in token_ids:
@@ -49,6 +51,17 @@ class OutputBuilder:
         if ended is not None and self.finish_reason is None:
             pieces.append(self._finish(ended))
         return Delta("".join(pieces), list(token_ids[:num_taken]), list(logprobs[:num_taken]))
+
+    def _push_all(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], ended: FinishReason | None
+    ) -> Delta:
+        """The same where no stop string can cut between tokens: all of them at once."""
+        self.num_output_tokens += len(token_ids)
+        text = self._detokenizer.push(token_ids[:-1] if ended == "stop" else token_ids)
+        if ended is not None:
+            self.finish_reason = ended
+            text += self._detokenizer.flush()
+        return Delta(text, list(token_ids), list(logprobs))
 
     def _take(self, text: str) -> str:
         may_stop = self.num_output_tokens >= self._sampling.min_tokens
