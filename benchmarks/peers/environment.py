@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from engine import demo_model
@@ -51,11 +51,14 @@ class Environment:
         self.folder.mkdir(parents=True)
         self.run([sys.executable, "-m", "venv", str(self.path("venv"))])
 
-    def pip(self, *arguments: str) -> None:
+    def pip(self, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
         """Runs the environment's pip, with the user's own index settings. Raises `SetupFailed`."""
-        self.run([self.program("python"), "-m", "pip", "--disable-pip-version-check", *arguments])
+        command = [self.program("python"), "-m", "pip", "--disable-pip-version-check", *arguments]
+        self.run(command, variables=variables)
 
-    def run(self, command: Sequence[str], cwd: Path | None = None) -> None:
+    def run(
+        self, command: Sequence[str], cwd: Path | None = None, variables: Mapping[str, str] | None = None
+    ) -> None:
         """Runs a step at low priority, its output in setup.log. Raises `SetupFailed`."""
         log_path = self.path("setup.log")
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -66,7 +69,7 @@ class Environment:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=env,
+                env={**env, **(variables or {})},
                 check=False,
             ).returncode
         if status:

@@ -6,6 +6,8 @@ python -m benchmarks.routers.kvferry_process workers MODEL_DIR ROUTER_GRPC_PORT
 
 import asyncio
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvferry import config as settings
@@ -51,6 +53,9 @@ async def serve_workers(model_dir: Path, router_port: int) -> None:
 def main() -> None:
     """See the module."""
     log_to_stderr()
+    if find_spec("uvloop"):
+        # As Ray does for its actors.
+        asyncio.set_event_loop_policy(import_module("uvloop").EventLoopPolicy())
     role, model_dir, *ports = sys.argv[1:]
     if role == "router":
         grpc_port, http_port = map(int, ports)

@@ -93,6 +93,12 @@ def test_garbage_is_read_as_protobuf_reads_it_or_refused_as_it_refuses(garbage, 
         assert read == (parts_of(expected) if expected.HasField("blocks") else expected)
 
 
+def test_a_block_that_is_longer_than_its_message_is_refused():
+    wire = bytes([2 << 3 | 2, 6]) + bytes([1 << 3 | 2, 9]) + bytes([8 << 3 | 2, 7]) + b"ab"
+    with pytest.raises(DecodeError):
+        byte_blocks.deserialize(wire)
+
+
 def test_a_number_without_end_costs_no_time():
     endless = bytes([2 << 3 | 2]) + b"\xff" * 2**21
     with pytest.raises(DecodeError):

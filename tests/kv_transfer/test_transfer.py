@@ -42,6 +42,32 @@ async def test_both_ways_carry_the_same_and_say_how_much(side, source, byte_tran
     assert len(side.servicer.peers) == 1
 
 
+async def test_blocks_are_copied_from_shared_memory_where_they_can_be_and_sent_where_not(
+    side, byte_transport, shared_transport, monkeypatch
+):
+    used = []
+    for carrier in (byte_blocks.ByteCarrier, shared_blocks.SharedCarrier):
+        real_message = carrier.message
+
+        def message(self, blocks, carrier=carrier, real_message=real_message):
+            used.append(carrier.__name__)
+            return real_message(self, blocks)
+
+        monkeypatch.setattr(carrier, "message", message)
+    await side.send_all(shared_transport, side.reserve("req-1"))
+    await side.send_all(byte_transport, side.reserve("req-2"))
+    assert used == ["SharedCarrier", "ByteCarrier"]
+
+
+async def test_blocks_may_be_sent_while_others_are_on_their_way(side, source, transport):
+    """As a damaged one is, when the word of it comes."""
+    reservation = side.reserve()
+    transfer = transport.open(side.target(reservation.lease), 3)
+    await asyncio.gather(*(transfer.send([(i, b)]) for i, b in enumerate(side.source_blocks)))
+    await transfer.finish(42)
+    assert side.has_all_of(source)
+
+
 async def test_blocks_that_are_held_already_are_not_sent_and_not_taken(side, source, transport):
     reservation = side.reserve(num_held_blocks=1)
     held = side.cache.read_block(side.target_blocks[0])
