@@ -31,7 +31,7 @@ from rpc.server import GrpcServer
 logger = logging.getLogger(__name__)
 
 # Several heartbeats: a worker that says nothing for so long is gone, though its connection may stand.
-SILENCE_S = 2.0
+SILENCE_S = 5.0
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):

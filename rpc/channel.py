@@ -6,9 +6,22 @@ import grpc
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 2**20
 
 
+# A peer that stops without closing its connections (a stopped process, a cut cable) answers no ping: a stream
+# to it breaks after at most the sum of the two.
+PING_EVERY_MS = 2000
+PING_TIMEOUT_MS = 4000
+
+
 def options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
-    """Channel and server options: message limits, quick reconnection, no proxy between peers."""
+    """Channel and server options: message limits, quick reconnection, no proxy between peers, pings."""
     return [
+        ("grpc.keepalive_time_ms", PING_EVERY_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        # Core waits for the longer of the two, and this one is a minute where it is not set.
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        # A stream may be quiet for long, and the other side must not take the pings of it for an attack.
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         # What is sent is ours; the receiver is who must be protected.
         ("grpc.max_send_message_length", -1),

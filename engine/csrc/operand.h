@@ -2,6 +2,8 @@
 // multiplies pairs of bfloat16 into float sums, two neighbours along the summed dimension.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 namespace kvferry {
@@ -12,9 +14,8 @@ struct SingleWords {
   using Element = T;
   static constexpr int kPerWord = 1;
 
-  static Floats multiply_add(uint32_t a, Words b, Floats sum) {
-    return sum + broadcast(bits<float>(a)) * bits<Floats>(b);
-  }
+  static Floats multiply_add(Words a, Words b, Floats sum) { return sum + bits<Floats>(a) * bits<Floats>(b); }
+  static Floats multiply_add(uint32_t a, Words b, Floats sum) { return multiply_add(broadcast(a), b, sum); }
   // kLanes words of a row, or the first `count`, the rest zero.
   static Words load_row(const T* from) { return bits<Words>(to_floats(from)); }
   static Words load_row(const T* from, int64_t count) {
@@ -28,6 +29,15 @@ struct SingleWords {
     for (; column + kLanes <= num_columns; column += kLanes) store(to + column, load_row(rows[0] + column));
     if (column < num_columns) store(to + column, load_row(rows[0] + column, num_columns - column));
   }
+  // The first Vectors vectors of what join_rows makes; columns from num_columns on are zero.
+  template <int Vectors>
+  static void join(const T* const* rows, int64_t num_columns, Words* to) {
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) {
+      const int64_t rest = num_columns - v * kLanes;
+      to[v] = rest >= kLanes ? load_row(rows[0] + v * kLanes) : load_row(rows[0] + v * kLanes, rest);
+    }
+  }
   static void store_weights(uint32_t* row, int64_t column, Floats weights) { store(row + column, weights); }
 };
 
@@ -37,30 +47,36 @@ struct PairedWords {
   using Element = c10::BFloat16;
   static constexpr int kPerWord = 2;
 
-  static Floats multiply_add(uint32_t a, Words b, Floats sum) {
-    return bits<Floats>(
-        _mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(broadcast(a)), bits<__m512bh>(b)));
+  static Floats multiply_add(Words a, Words b, Floats sum) {
+    return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(a), bits<__m512bh>(b)));
   }
+  static Floats multiply_add(uint32_t a, Words b, Floats sum) { return multiply_add(broadcast(a), b, sum); }
   static Words load_row(const Element* from) { return load<Words>(from); }
-  static Words load_row(const Element* from, int64_t count) { return load_some<Words>(from, 2 * count); }
+  static Words load_row(const Element* from, int64_t count) {
+    return bits<Words>(_mm512_maskz_loadu_epi16(_bzhi_u32(~0u, count), from));
+  }
   static void join_rows(const Element* const* rows, int64_t num_columns, uint32_t* to) {
-    int64_t column = 0;
-    for (; column + 2 * kLanes <= num_columns; column += 2 * kLanes) {
-      join(load<Words>(rows[0] + column), load<Words>(rows[1] + column), 2, to + column);
-    }
-    if (column < num_columns) {
-      const int64_t rest = num_columns - column;
-      join(load_some<Words>(rows[0] + column, rest), load_some<Words>(rows[1] + column, rest),
-           rest > kLanes ? 2 : 1, to + column);
+    for (int64_t column = 0; column < num_columns; column += 2 * kLanes) {
+      const Element* from[] = {rows[0] + column, rows[1] + column};
+      Words joined[2];
+      join<2>(from, num_columns - column, joined);
+      store(to + column, joined[0]);
+      if (column + kLanes < num_columns) store(to + column + kLanes, joined[1]);
     }
   }
-  static void join(Words even, Words odd, int num_vectors, uint32_t* to) {
+  template <int Vectors>
+  static void join(const Element* const* rows, int64_t num_columns, Words* to) {
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
                                          38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    const __m512i a = bits<__m512i>(even), b = bits<__m512i>(odd);
-    store(to, _mm512_permutex2var_epi16(a, low, b));
-    if (num_vectors > 1) store(to + kLanes, _mm512_permutex2var_epi16(a, high, b));
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; v += 2) {
+      const int64_t rest = std::min<int64_t>(2 * kLanes, num_columns - v * kLanes);
+      const __m512i a = bits<__m512i>(load_row(rows[0] + v * kLanes, rest));
+      const __m512i b = bits<__m512i>(load_row(rows[1] + v * kLanes, rest));
+      to[v] = bits<Words>(_mm512_permutex2var_epi16(a, low, b));
+      to[v + 1] = bits<Words>(_mm512_permutex2var_epi16(a, high, b));
+    }
   }
   static void store_weights(uint32_t* row, int64_t column, Floats weights) {
     store(reinterpret_cast<Element*>(row) + column, _mm512_cvtneps_pbh(bits<__m512>(weights)));

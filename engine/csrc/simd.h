@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX512F__) || defined(__F16C__)
@@ -108,6 +109,16 @@ inline Floats tanh(Floats x) {
   const Floats doubled = x * 2.8853901f;  // 2 log2(e)
   const Floats most = broadcast(126.0f);
   return 1.0f - 2.0f / (exp2(doubled < most ? doubled : most) + 1.0f);
+}
+
+// Calls `call` with `count`, 1 to Most, as a constant.
+template <int Most, typename F>
+inline void by_count(int64_t count, F call) {
+  if (count == Most) {
+    call(std::integral_constant<int, Most>{});
+  } else if constexpr (Most > 1) {
+    by_count<Most - 1>(count, call);
+  }
 }
 
 template <int... I>

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "operand.h"
+#include "single.h"
 #include "work.h"
 
 namespace kvferry {
@@ -21,10 +22,11 @@ class TileWorker {
   TileWorker(const Call<T>& call, int64_t max_rows, int64_t max_heads, Scratch& scratch)
       : call_(call),
         depth_(call.head_dim / W::kPerWord),
-        width_(round_up(call.head_dim, kLanes)),
+        row_(round_up(depth_, kLanes)),
+        width_(round_up(call.head_dim, kLanes * W::kPerWord)),
         max_rows_(max_rows) {
     scratch.prepare([&] {
-      query_ = scratch.take<uint32_t>(max_heads * max_rows * depth_);
+      query_ = scratch.take<uint32_t>(max_heads * max_rows * row_);
       sums_ = scratch.take<float>(max_heads * max_rows * width_);
       running_ = scratch.take<Running>(max_heads * max_rows);
       keys_ = scratch.take<uint32_t>(depth_ * kTileKeys);
@@ -45,15 +47,13 @@ class TileWorker {
       find_tokens(tile, key + step, next_tokens_);
       for (int64_t head = 0; head < tile.num_heads; ++head) {
         look_ahead(tile, head);
+        if (tile.num_queries == 1) {
+          attend_single(tile, head, key);
+          continue;
+        }
         pack_keys(tile.first_head + head);
         pack_values(tile.first_head + head);
-        for (int64_t row = 0; row < num_rows_;) {
-          // Equal shares: 8 rows are two times 4, not 6 and 2.
-          const int64_t shares = (num_rows_ - row + kTileRows - 1) / kTileRows;
-          const int64_t count = (num_rows_ - row + shares - 1) / shares;
-          attend(tile, head, row, count, key);
-          row += count;
-        }
+        in_shares(kTileRows, [&](int64_t row, int64_t count) { attend(tile, head, row, count, key); });
       }
     }
     for (int64_t head = 0; head < tile.num_heads; ++head) finish(tile, head, partial_sums, partials);
@@ -66,14 +66,23 @@ class TileWorker {
            ((tile.first_head + head) * call_.group + row % call_.group) * call_.query_head_stride;
   }
 
+  // Equal shares of the rows: 8 rows are two times 4, not 6 and 2.
+  template <typename F>
+  void in_shares(int64_t most, F call) const {
+    for (int64_t row = 0; row < num_rows_;) {
+      const int64_t shares = (num_rows_ - row + most - 1) / most;
+      const int64_t count = (num_rows_ - row + shares - 1) / shares;
+      call(row, count);
+      row += count;
+    }
+  }
+
   void start(const Tile& tile, int64_t head) {
     for (int64_t row = 0; row < num_rows_; ++row) {
       const T* from = query_row(tile, head, row);
-      uint32_t* to = query_ + (head * max_rows_ + row) * depth_;
+      uint32_t* to = query_ + (head * max_rows_ + row) * row_;
       for (int64_t word = 0; word < depth_; word += kLanes) {
-        const int64_t count = std::min<int64_t>(kLanes, depth_ - word);
-        const Words words = W::load_row(from + word * W::kPerWord, count);
-        std::memcpy(to + word, &words, count * sizeof(uint32_t));
+        store(to + word, load_words(from + word * W::kPerWord, depth_ - word));
       }
       running_[head * max_rows_ + row] = Running{};
     }
@@ -91,6 +100,13 @@ class TileWorker {
         ++block;
       }
     }
+    // What is computed for keys that are not there is not used.
+    std::fill(tokens + count, tokens + round_up(count, kLanes), tokens[count - 1]);
+  }
+
+  // kLanes words of a row of which `count` are left.
+  static Words load_words(const T* from, int64_t count) {
+    return count >= kLanes ? W::load_row(from) : W::load_row(from, count * W::kPerWord);
   }
 
   // What is packed next, one row of which is fetched for each row packed: the next head's rows of this
@@ -125,13 +141,12 @@ class TileWorker {
         }
       }
       for (; word < depth_; word += kLanes) {
-        const int64_t count = std::min<int64_t>(kLanes, depth_ - word);
         Words rows[kLanes] = {};
         for (int i = 0; i < kLanes && n + i < num_keys_; ++i) {
-          rows[i] = W::load_row(from + tokens_[n + i] + word * W::kPerWord, count);
+          rows[i] = load_words(from + tokens_[n + i] + word * W::kPerWord, depth_ - word);
         }
         transpose(rows);
-        for (int i = 0; i < count; ++i) store(keys_ + (word + i) * kTileKeys + n, rows[i]);
+        for (int64_t i = 0; i < std::min<int64_t>(kLanes, depth_ - word); ++i) store(keys_ + (word + i) * kTileKeys + n, rows[i]);
       }
     }
   }
@@ -156,7 +171,7 @@ class TileWorker {
     const int64_t first_position = tile.first_position + first / call_.group;
     if (first_key > last_position || first_key + num_keys_ + call_.window <= first_position + 1) return;
     const int64_t columns = round_up(num_keys_, kLanes);
-    multiply<W>(count, query_ + (head * max_rows_ + first) * depth_, depth_, keys_, kTileKeys, depth_,
+    multiply<W>(count, query_ + (head * max_rows_ + first) * row_, row_, keys_, kTileKeys, depth_,
                 nullptr, scores_, kTileKeys, columns);
     float decay[kTileRows];
     for (int64_t r = 0; r < count; ++r) {
@@ -166,7 +181,28 @@ class TileWorker {
       decay[r] = weigh(r, begin, end, columns, running_[head * max_rows_ + first + r]);
     }
     multiply<W>(count, weights_, kTileKeys, values_, width_, (num_keys_ + W::kPerWord - 1) / W::kPerWord,
-                decay, sums_ + (head * max_rows_ + first) * width_, width_, width_);
+                decay, sums_ + (head * max_rows_ + first) * width_, width_, round_up(call_.head_dim, kLanes));
+  }
+
+  // As `attend`, all rows of a single query.
+  void attend_single(const Tile& tile, int64_t head, int64_t first_key) {
+    const int64_t offset = (tile.first_head + head) * call_.head_stride;
+    const CacheRows<T> keys{call_.keys + offset, tokens_, keys_ahead_, tokens_ahead_};
+    const CacheRows<T> values{call_.values + offset, tokens_, values_ahead_, tokens_ahead_};
+    const int64_t columns = round_up(num_keys_, kLanes);
+    in_shares(kSingleRows, [&](int64_t row, int64_t count) {
+      const int64_t first = head * max_rows_ + row;
+      by_count<kSingleRows>(count, [&](auto rows) {
+        constexpr int Rows = decltype(rows)::value;
+        for (int64_t n = 0; n < num_keys_; n += kLanes) {
+          score_keys<W, Rows>(query_ + first * row_, row_, keys, n, call_.head_dim, scores_, kTileKeys);
+        }
+        float decay[Rows];
+        for (int r = 0; r < Rows; ++r) decay[r] = weigh(r, 0, num_keys_, columns, running_[first + r]);
+        add_values<W, Rows>(weights_, kTileKeys, values, (num_keys_ + W::kPerWord - 1) / W::kPerWord,
+                            call_.head_dim, decay, sums_ + first * width_, width_);
+      });
+    });
   }
 
   // Turns row r's scores of columns [begin, end) into weights relative to 2^maximum, the others' into 0.
@@ -230,10 +266,11 @@ class TileWorker {
 
   const Call<T>& call_;
   const int64_t depth_;     // words of a row of queries or keys
+  const int64_t row_;       // the same, padded
   const int64_t width_;     // columns of a row of values, padded
   const int64_t max_rows_;  // rows of a tile and key head
   int64_t num_rows_ = 0, num_keys_ = 0;
-  uint32_t* query_;    // [heads, rows, depth]
+  uint32_t* query_;    // [heads, rows, row]
   float* sums_;        // [heads, rows, width]
   Running* running_;   // [heads, rows]
   uint32_t* keys_;     // [depth, kTileKeys]
