@@ -29,7 +29,7 @@ def checksum(data: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockPart:
     """A block on its way: which one, whose, which layers and heads, and its bytes.
 
@@ -57,6 +57,9 @@ class Receiver:
         self.num_blocks_received = 0
         self._cache = cache
         self._on_complete = on_complete
+        shape = cache.shape
+        self._block_bytes = shape.num_bytes
+        self._whole = (0, shape.num_layers), (0, shape.num_kv_heads)
 
     @property
     def shape(self) -> BlockShape:
@@ -84,9 +87,8 @@ class Receiver:
             or part.generation != reservation.lease.generation
         ):
             return Refusal.GENERATION
-        shape = self._cache.shape
-        whole = part.layers == (0, shape.num_layers) and part.heads == (0, shape.num_kv_heads)
-        if not whole or part.index >= reservation.num_prompt_blocks or len(part.data) != shape.num_bytes:
+        is_whole = (part.layers, part.heads) == self._whole and len(part.data) == self._block_bytes
+        if not is_whole or part.index >= reservation.num_prompt_blocks:
             return Refusal.SHAPE
         if part.index < reservation.num_held_blocks or part.index in reservation.checksums:
             return Refusal.DUPLICATE

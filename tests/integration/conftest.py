@@ -57,10 +57,15 @@ class System:
         await self._stack.aclose()
 
     async def add_prefill(
-        self, name: str = "prefill-0", *, engine: Any = None, **config: Any
+        self, name: str = "prefill-0", *, engine: Any = None, over: str = "shared memory", **config: Any
     ) -> PrefillWorker:
-        """Starts a prefill worker; `engine`: settings of its engine, or an engine."""
+        """Starts a prefill worker; `engine`: settings of its engine, or an engine.
+
+        over: "bytes" for one that has no memory to share, as if it were on another host.
+        """
         made = self._engine("prefill", engine)
+        if over == "bytes":
+            made.cache.segment = None
         worker = PrefillWorker(PrefillConfig(**config), made, name, MODEL)
         return await self._add(name, worker)
 

@@ -172,8 +172,9 @@ async def test_logprobs_come_for_every_token_the_first_included(start_system):
     ]
 
 
-async def test_many_at_once_are_each_answered_as_if_alone(start_system):
-    system = await start_system(2, 2, prefill={"max_step_tokens": 16})
+@pytest.mark.parametrize("over", ["shared memory", "bytes"])
+async def test_many_at_once_are_each_answered_as_if_alone(start_system, over):
+    system = await start_system(2, 2, prefill={"max_step_tokens": 16, "over": over})
     prompts = [[(i * 31 + j) % 400 for j in range(3 + 5 * i % 40)] for i in range(24)]
     results = await asyncio.gather(
         *(system.client.generate(prompt, greedy(5 + i % 9)).wait() for i, prompt in enumerate(prompts))
@@ -348,8 +349,11 @@ async def test_closing_the_stream_frees_both_sides_within_a_second(start_system,
     assert system.router.num_requests == 0
 
 
-async def test_a_burst_of_cancels_leaves_nothing_behind_and_nobody_hurt(start_system):
-    system = await start_system(2, 2, prefill={"max_step_tokens": 8}, decode={"engine": {"num_blocks": 60}})
+@pytest.mark.parametrize("over", ["shared memory", "bytes"])
+async def test_a_burst_of_cancels_leaves_nothing_behind_and_nobody_hurt(start_system, over):
+    system = await start_system(
+        2, 2, prefill={"max_step_tokens": 8, "over": over}, decode={"engine": {"num_blocks": 60}}
+    )
     survivor = asyncio.create_task(system.client.generate(PROMPT, greedy(60)).wait())
 
     async def start_and_leave(i: int) -> None:
