@@ -69,7 +69,9 @@ def load_engine(name: str, device: str, num_threads: int, num_blocks: int) -> To
 
 def load_transformers(name: str, device: str) -> PreTrainedModel:
     """The same model in the same dtype, with transformers' own attention."""
-    loaded = AutoModelForCausalLM.from_pretrained(models.resolve(name), dtype="auto", local_files_only=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        models.resolve(name), dtype="auto", local_files_only=True
+    )
     loaded.requires_grad_(False)
     model: PreTrainedModel = loaded.to(device)
     return model
