@@ -7,7 +7,6 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 KERNEL := $(VENV)/.kernel
-PACKAGES := kvferry engine kv_transfer scheduling rpc router prefill_worker decode_worker deploy
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
 ARGS ?=
 

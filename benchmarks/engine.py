@@ -102,7 +102,7 @@ class Comparison:
 
     def sampling_ms(self) -> float:
         """Of a batch of 32 requests with all sorts of parameters."""
-        run = runs.mixed_sampling(self._engine.info.vocab_size, self._theirs.device, _MANY)
+        run = runs.mixed_sampling(self._engine, _MANY)
         return 1e3 * statistics.median(self._watch.time(run) for _ in range(10 * self._rounds))
 
     def threads_gain(self, num_threads: int) -> float:

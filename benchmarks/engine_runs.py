@@ -18,7 +18,6 @@ from transformers import (
 
 from engine.cache import BlockShape
 from engine.engine import Chunk
-from engine.sampler import Sampler
 from engine.torch_engine import TorchEngine
 from kvferry import models
 from kvferry.config import EngineConfig
@@ -245,7 +244,7 @@ class Products:
         return self._inputs[size]
 
 
-def mixed_sampling(vocab_size: int, device: torch.device, num_rows: int) -> Callable[[], object]:
+def mixed_sampling(engine: TorchEngine, num_rows: int) -> Callable[[], object]:
     """Samples a batch in which a fourth each is greedy, drawn, truncated, and truncated with penalties."""
     kinds = [
         {"temperature": 0.0},
@@ -253,13 +252,13 @@ def mixed_sampling(vocab_size: int, device: torch.device, num_rows: int) -> Call
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 1.0, "top_k": 50, "min_p": 0.05, "frequency_penalty": 0.5, "presence_penalty": 0.2},
     ]
+    vocab_size = engine.info.vocab_size
     chunks = []
     for row in range(num_rows):
         sampling = SamplingParams.model_validate({**kinds[row % len(kinds)], "seed": row})
         chunks.append(Chunk(_random_tokens(vocab_size, 256, row), 255, 256, range(16), 128, sampling))
-    sampler = Sampler(vocab_size, frozenset())
-    logits = (3 * torch.randn(num_rows, vocab_size)).to(device, torch.bfloat16)
-    return lambda: sampler.sample(logits, chunks)
+    logits = (3 * torch.randn(num_rows, vocab_size)).to(engine.cache.blocks.device, torch.bfloat16)
+    return lambda: engine._sampler.sample(logits, chunks)
 
 
 def _random_tokens(vocab_size: int, num_tokens: int, seed: int) -> list[int]:

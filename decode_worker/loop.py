@@ -9,13 +9,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from decode_worker.streams import TokenStreams
-from engine.engine import Chunk, Engine, OutOfMemory, SampledToken
+from engine.engine import Engine, SampledToken
 from engine.finish import FinishReason, finish_reason
-from engine.isolation import step_each
 from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
 from kvferry.sampling import SamplingParams
 from scheduling.allocator import BlockAllocator
@@ -23,6 +21,7 @@ from scheduling.block_hash import BlockHashes
 from scheduling.decode import DecodeScheduler
 from scheduling.sequence import Scheduled, blocks_for
 from scheduling.sequence import Sequence as TokenSequence
+from worker.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +65,11 @@ class DecodeLoop:
         self._allocator = allocator
         self._streams = streams
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._in_step: set[str] = set()
-        self._free_after_step: set[str] = set()
+        self._steps = Steps(engine, allocator, self.counters)
 
     def reserve(self, request: DecodeRequest) -> Reservation | None:
         """Takes blocks for a request. None: no room now. KeyError: the id is taken."""
-        if request.request_id in self.requests or request.request_id in self._free_after_step:
+        if request.request_id in self.requests or self._steps.is_freeing(request.request_id):
             raise KeyError(request.request_id)
         num_prompt_tokens = len(request.prompt_token_ids)
         hashes = request.hashes.of(request.prompt_token_ids)
@@ -112,10 +109,7 @@ class DecodeLoop:
             return
         self.reservations.free(request_id)
         self.scheduler.remove(request_id)
-        if request_id in self._in_step:
-            self._free_after_step.add(request_id)
-        else:
-            self._allocator.free(request_id)
+        self._steps.free(request_id)
         self._wake.set()
 
     def release_router(self, router_id: str) -> None:
@@ -135,7 +129,7 @@ class DecodeLoop:
 
     def close(self) -> None:
         """Waits for the step that may still run."""
-        self._thread.shutdown()
+        self._steps.close()
 
     async def _step_forever(self) -> None:
         while True:
@@ -157,52 +151,19 @@ class DecodeLoop:
                     continue
 
     async def _step(self, scheduled: Sequence[Scheduled]) -> None:
-        self._in_step = {s.sequence.request_id for s in scheduled}
-        for request_id in self._in_step:
-            reservation = self.reservations.get(request_id)
+        for work in scheduled:
+            reservation = self.reservations.get(work.sequence.request_id)
             if reservation is not None and reservation.state is ReservationState.COMPLETE:
                 reservation.state = ReservationState.RUNNING
-        try:
-            results = await self._compute([self._chunk(s) for s in scheduled])
-        finally:
-            self._in_step = set()
-            for request_id in self._free_after_step:
-                self._allocator.free(request_id)
-            self._free_after_step.clear()
+        results = await self._steps.run(
+            scheduled, lambda request_id: self.requests[request_id].sampling, self.scheduler.shrink
+        )
         if results is None:
             return
         self.counters["steps"] += 1
         for work, result in zip(scheduled, results, strict=True):
             self._advance(work, result)
         self._streams.flush()
-
-    async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None] | None:
-        """One step; None where it ran out of memory and smaller chunks are to be scheduled.
-
-        A step that fails otherwise is run again a chunk at a time, so that only the request at fault fails.
-        """
-        run = asyncio.get_running_loop().run_in_executor
-        try:
-            return list(await run(self._thread, self._engine.step, chunks))
-        except OutOfMemory as error:
-            self.counters["steps_out_of_memory"] += 1
-            if self.scheduler.shrink():
-                logger.warning("a step ran out of memory (%s); smaller ones follow", error)
-                return None
-        except Exception as error:  # noqa: BLE001 - any fault of one sequence must not end the others
-            logger.warning("a step of %d sequences failed (%r)", len(chunks), error)
-        return await run(self._thread, step_each, self._engine, chunks)
-
-    def _chunk(self, work: Scheduled) -> Chunk:
-        sequence = work.sequence
-        return Chunk(
-            sequence.tokens,
-            work.start,
-            work.end,
-            sequence.block_table,
-            sequence.num_prompt_tokens,
-            self.requests[sequence.request_id].sampling if work.is_last else None,
-        )
 
     def _advance(self, work: Scheduled, result: SampledToken | Exception | None) -> None:
         sequence = work.sequence

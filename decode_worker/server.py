@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -21,6 +20,7 @@ from scheduling.allocator import BlockAllocator
 from scheduling.block_feed import BlockChanges
 from scheduling.block_hash import BlockHashes
 from scheduling.sequence import blocks_for
+from worker import reports
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -114,50 +114,25 @@ def load_report(
     loop: DecodeLoop, allocator: BlockAllocator, receiver: Receiver, changes: BlockChanges | None
 ) -> registry_pb2.LoadReport:
     """What a router is told at every heartbeat."""
-    counters = {name: float(value) for name, value in loop.counters.items()}
-    counters["blocks_evicted"] = allocator.cache.num_evictions
-    counters["blocks_received"] = receiver.num_blocks_received
-    for refusal, count in receiver.refused.items():
-        counters[f"blocks_refused_{refusal.name.lower()}"] = count
-    return registry_pb2.LoadReport(
-        blocks=block_counts(allocator),
-        num_waiting=len(loop.requests) - loop.scheduler.num_running,
-        num_running=loop.scheduler.num_running,
-        counters=counters,
-        block_changes=None if changes is None else registry_pb2.BlockChanges(**asdict(changes)),
-    )
-
-
-def block_counts(allocator: BlockAllocator) -> common_pb2.BlockCounts:
-    """Who holds how many blocks."""
-    counts = allocator.counts
-    return common_pb2.BlockCounts(
-        free=counts.free,
-        cached=counts.cached,
-        reserved=counts.reserved,
-        running=counts.running,
-        total=counts.total,
+    refused = {f"blocks_refused_{reason.name.lower()}": count for reason, count in receiver.refused.items()}
+    num_running = loop.scheduler.num_running
+    return reports.load_report(
+        allocator,
+        changes,
+        {**loop.counters, **refused, "blocks_received": receiver.num_blocks_received},
+        num_waiting=len(loop.requests) - num_running,
+        num_running=num_running,
     )
 
 
 def audit(loop: DecodeLoop, allocator: BlockAllocator) -> admin_pb2.AuditResponse:
-    """Everything that is held here, after the conservation law was checked."""
-    allocator.check()
-    now_s = asyncio.get_running_loop().time()
-    held = allocator.holdings()
-    holdings = []
-    for request_id in sorted({*held, *loop.requests}):
-        request = loop.requests.get(request_id)
-        reservation = loop.reservations.get(request_id)
-        holdings.append(
-            admin_pb2.Holding(
-                request_id=request_id,
-                state=reservation.state.name if reservation else "FREED",
-                num_blocks=held[request_id][1] if request_id in held else 0,
-                age_s=now_s - request.arrived_s if request else 0,
-            )
-        )
-    return admin_pb2.AuditResponse(blocks=block_counts(allocator), holdings=holdings)
+    """Everything that is held here."""
+    states = {}
+    for request in loop.requests.values():
+        reservation = loop.reservations.get(request.request_id)
+        assert reservation is not None
+        states[request.request_id] = (reservation.state.name, request.arrived_s)
+    return reports.audit(allocator, states)
 
 
 def step_update(tokens: StepTokens) -> registry_pb2.StepUpdate:

@@ -1,13 +1,11 @@
 """One decode worker, whole: engine, loop, reservations, servers. Knows no Ray, so a test can run one."""
 
-import asyncio
 from collections.abc import Iterable
 
 from decode_worker import server
 from decode_worker.loop import DecodeLoop
 from decode_worker.streams import TokenStreams
 from engine.engine import Engine
-from engine.heap import keep_freed_memory
 from kv_transfer import capabilities
 from kv_transfer.byte_blocks import max_message_bytes
 from kv_transfer.receiver import Receiver
@@ -17,11 +15,11 @@ from kvferry.config import DecodeConfig
 from kvferry.v1 import common_pb2, decode_pb2_grpc, registry_pb2
 from rpc.channel import DEFAULT_MAX_MESSAGE_BYTES
 from rpc.server import GrpcServer
-from rpc.worker import WorkerServer, new_epoch
 from scheduling import block_hash
 from scheduling.allocator import BlockAllocator
 from scheduling.block_feed import BlockFeeds
 from scheduling.decode import DecodeScheduler
+from worker.host import WorkerHost, new_epoch
 
 
 class DecodeWorker:
@@ -36,7 +34,7 @@ class DecodeWorker:
             allocator, shape.block_size, config.max_batch_size, config.max_step_tokens
         )
         reservations = ReservationTable(epoch)
-        streams = TokenStreams(lambda router_id: self._server.membership.notify(router_id))
+        streams = TokenStreams(lambda router_id: self._host.membership.notify(router_id))
         self.loop = loop = DecodeLoop(engine, allocator, scheduler, reservations, streams)
         receiver = Receiver(engine.cache, reservations, loop.complete)
 
@@ -48,7 +46,7 @@ class DecodeWorker:
                 allocator,
                 engine.info.model_digest,
                 shape.block_size,
-                lambda router: router in self._server.membership.router_ids,
+                lambda router: router in self._host.membership.router_ids,
             ),
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
         )
@@ -66,7 +64,7 @@ class DecodeWorker:
             tokens = streams.take(router_id)
             return None if tokens is None else server.step_update(tokens)
 
-        self._server = WorkerServer(
+        self._host = WorkerHost(
             registry_pb2.Registration(
                 worker_id=worker_id,
                 epoch=epoch,
@@ -74,35 +72,27 @@ class DecodeWorker:
                 capabilities=capabilities.describe(engine, model_name, block_hash.SCHEME),
             ),
             grpc_server,
+            run=loop.run,
             load=lambda router_id: server.load_report(loop, allocator, receiver, feeds.take(router_id)),
             audit=lambda: server.audit(loop, allocator),
             take_step=take_step,
             on_resend=feeds.resend,
             on_router_lost=on_router_lost,
         )
-        self._running: asyncio.Task[None] | None = None
 
     async def start(self, host: str, routers: Iterable[str]) -> str:
         """Decodes, serves on a free port and joins the routers; returns the address."""
-        keep_freed_memory()
-        self._running = asyncio.create_task(self.loop.run())
-        return await self._server.start(host, routers)
+        return await self._host.start(host, routers)
 
     def set_routers(self, routers: Iterable[str]) -> None:
         """Joins exactly these routers."""
-        self._server.membership.set_routers(routers)
+        self._host.membership.set_routers(routers)
 
     async def wait(self) -> None:
         """Returns when the worker was stopped; raises what ended its loop otherwise."""
-        assert self._running is not None
-        await asyncio.wait([self._running])
-        if not self._running.cancelled():
-            self._running.result()
+        await self._host.wait()
 
     async def stop(self) -> None:
         """Leaves the routers, ends all calls, lets the running step end."""
-        await self._server.stop()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
+        await self._host.stop()
         self.loop.close()

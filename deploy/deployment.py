@@ -59,7 +59,7 @@ class Deployment:
         self.router = Member(router, cluster, say)
         pools = (("prefill", _prefill_actor, config.prefill), ("decode", _decode_actor, config.decode))
         self.workers = [
-            Member(Plan(name, load, (config, name, []), pool.resources), cluster, say)
+            Member(Plan(name, load, (config, name), pool.resources), cluster, say)
             for role, load, pool in pools
             for name in (f"{role}-{i}" for i in range(pool.count))
         ]

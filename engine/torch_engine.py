@@ -12,7 +12,9 @@ from engine import probe
 from engine.attention import AttentionBackend, PagedStep, choose_backend, compute_logits
 from engine.batch import Batch
 from engine.cache import KVCache
+from engine.choice import KernelChoice, TorchChoice
 from engine.engine import Chunk, ModelInfo, OutOfMemory, SampledToken
+from engine.kernels import load_kernels
 from engine.memory import num_blocks
 from engine.model import load_model
 from engine.sampler import Sampler
@@ -35,7 +37,9 @@ class TorchEngine:
         self._model = model
         self._backend = backend
         self._device = cache.blocks.device
-        self._sampler = Sampler(info.vocab_size, info.eos_token_ids)
+        on_kernels = self._device.type == "cpu" and load_kernels()
+        choice = KernelChoice() if on_kernels else TorchChoice(info.vocab_size)
+        self._sampler = Sampler(info.vocab_size, info.eos_token_ids, choice)
 
     @classmethod
     def load(cls, config: EngineConfig, folder: Path) -> Self:

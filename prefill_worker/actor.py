@@ -1,60 +1,15 @@
 """The prefill worker as a Ray actor."""
 
-import asyncio
-import logging
-import os
-from collections.abc import Sequence
-
-import ray
-
-from engine.loading import default_num_threads, load_engine
-from kvferry import models
+from engine.engine import Engine
 from kvferry.config import DeploymentConfig
 from prefill_worker.worker import PrefillWorker
-from rpc.logs import log_to_stderr
-
-logger = logging.getLogger(__name__)
+from worker.actor import WorkerActor
 
 
-class PrefillActor:
-    """Hosts one worker. `start` is called once in each incarnation."""
+class PrefillActor(WorkerActor):
+    """Hosts one prefill worker."""
 
-    def __init__(self, config: DeploymentConfig, worker_id: str, routers: Sequence[str]) -> None:
-        log_to_stderr()
-        self._config = config
-        self._worker_id = worker_id
-        self._routers = list(routers)
-        self._address: str | None = None
+    role = "prefill"
 
-    async def start(self) -> str:
-        """Loads the model and serves; returns the address. Raises what keeps it from serving."""
-        pool = self._config.prefill
-        settings = pool.engine.with_threads(default_num_threads(pool.resources.num_cpus))
-        model_dir = models.resolve(self._config.model)
-        engine = await asyncio.to_thread(load_engine, settings, model_dir, "prefill")
-        self._worker = PrefillWorker(pool, engine, self._worker_id, self._config.model_name)
-        host = ray.util.get_node_ip_address() if pool.host == "auto" else pool.host
-        self._address = await self._worker.start(host, self._routers)
-        self._watch = asyncio.create_task(self._end_with_the_loop())
-        return self._address
-
-    async def address(self) -> str | None:
-        """Where it serves; None before `start`, so also after Ray has restarted it."""
-        return self._address
-
-    async def set_routers(self, routers: Sequence[str]) -> None:
-        """Joins exactly these routers."""
-        self._worker.set_routers(routers)
-
-    async def stop(self) -> None:
-        """Leaves the routers and ends all requests."""
-        await self._worker.stop()
-
-    async def _end_with_the_loop(self) -> None:
-        try:
-            await self._worker.wait()
-        except Exception:
-            # A worker without its loop would look alive and serve nobody; Ray starts another.
-            logger.critical("the loop of %s has failed; the process ends", self._worker_id, exc_info=True)
-            logging.shutdown()
-            os._exit(1)
+    def make(self, config: DeploymentConfig, engine: Engine, worker_id: str) -> PrefillWorker:
+        return PrefillWorker(config.prefill, engine, worker_id, config.model_name)

@@ -9,12 +9,10 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from engine.engine import Chunk, Engine, OutOfMemory, SampledToken
+from engine.engine import Engine, SampledToken
 from engine.finish import FinishReason, finish_reason
-from engine.isolation import step_each
 from kv_transfer.transport import Target, TransferFailed, Transport
 from kvferry.sampling import SamplingParams
 from prefill_worker.handoff import Handoff
@@ -22,6 +20,7 @@ from scheduling.allocator import BlockAllocator
 from scheduling.prefill import PrefillScheduler
 from scheduling.sequence import Scheduled, blocks_for
 from scheduling.sequence import Sequence as TokenSequence
+from worker.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +83,7 @@ class PrefillLoop:
         self._transport = transport
         self._block_size = engine.cache.shape.block_size
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._in_step: set[str] = set()
-        self._free_after_step: set[str] = set()
+        self._steps = Steps(engine, allocator, self.counters)
         self._releasing: dict[str, asyncio.Task[None]] = {}
 
     def submit(self, job: PrefillJob) -> bool:
@@ -126,28 +123,20 @@ class PrefillLoop:
             job.fail(PrefillFailed("the worker is stopping"))
             self.release(job)
         await asyncio.gather(*self._releasing.values())
-        self._thread.shutdown()
+        self._steps.close()
 
     async def _give_back(self, job: PrefillJob) -> None:
         if job.handoff is not None:
             await job.handoff.abort()
-        if job.request_id in self._in_step:
-            self._free_after_step.add(job.request_id)
-        else:
-            self._allocator.free(job.request_id)
+        self._steps.free(job.request_id)
         self._wake.set()
 
     async def _step(self, scheduled: Sequence[Scheduled]) -> None:
-        self._in_step = {s.sequence.request_id for s in scheduled}
         for work in scheduled:
             self._start(self.jobs[work.sequence.request_id])
-        try:
-            results = await self._compute([self._chunk(s) for s in scheduled])
-        finally:
-            self._in_step = set()
-            for request_id in self._free_after_step:
-                self._allocator.free(request_id)
-            self._free_after_step.clear()
+        results = await self._steps.run(
+            scheduled, lambda request_id: self.jobs[request_id].sampling, self.scheduler.shrink
+        )
         if results is None:
             return
         self.counters["steps"] += 1
@@ -175,35 +164,6 @@ class PrefillLoop:
         blocks = range(job.num_held_blocks, blocks_for(sequence.num_prompt_tokens, self._block_size))
         job.handoff = Handoff(self._transport, job.target, blocks, on_failed)
         job.handoff.blocks_ready(sequence.block_table, job.num_cached_tokens // self._block_size)
-
-    async def _compute(self, chunks: list[Chunk]) -> list[SampledToken | Exception | None] | None:
-        """One step; None where it ran out of memory and smaller chunks are to be scheduled.
-
-        A step that fails otherwise is run again a chunk at a time, so that only the prompt at fault fails.
-        """
-        run = asyncio.get_running_loop().run_in_executor
-        try:
-            return list(await run(self._thread, self._engine.step, chunks))
-        except OutOfMemory as error:
-            self.counters["steps_out_of_memory"] += 1
-            if self.scheduler.shrink():
-                logger.warning("a step ran out of memory (%s); smaller ones follow", error)
-                return None
-        except Exception as error:  # noqa: BLE001 - any fault of one prompt must not end the others
-            logger.warning("a step of %d prompts failed (%r)", len(chunks), error)
-        return await run(self._thread, step_each, self._engine, chunks)
-
-    def _chunk(self, work: Scheduled) -> Chunk:
-        sequence = work.sequence
-        job = self.jobs[sequence.request_id]
-        return Chunk(
-            sequence.tokens,
-            work.start,
-            work.end,
-            sequence.block_table,
-            sequence.num_prompt_tokens,
-            job.sampling if work.is_last else None,
-        )
 
     def _advance(self, work: Scheduled, result: SampledToken | Exception | None) -> None:
         job = self.jobs.get(work.sequence.request_id)

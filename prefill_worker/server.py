@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -12,7 +11,7 @@ from engine.finish import FinishReason
 from kv_transfer.reservation import Lease
 from kv_transfer.transport import Target, TransferFailed
 from kvferry.sampling import SamplingParams
-from kvferry.v1 import admin_pb2, common_pb2, prefill_pb2_grpc, registry_pb2
+from kvferry.v1 import admin_pb2, prefill_pb2_grpc, registry_pb2
 from kvferry.v1 import prefill_pb2 as pb
 from prefill_worker.loop import FirstToken, PrefillFailed, PrefillJob, PrefillLoop
 from rpc.errors import Refused
@@ -20,6 +19,7 @@ from scheduling.allocator import BlockAllocator
 from scheduling.block_feed import BlockChanges
 from scheduling.block_hash import BlockHashes
 from scheduling.sequence import Sequence
+from worker import reports
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -145,45 +145,18 @@ def load_report(
     loop: PrefillLoop, allocator: BlockAllocator, changes: BlockChanges | None
 ) -> registry_pb2.LoadReport:
     """What a router is told at every heartbeat."""
-    scheduler = loop.scheduler
-    counters = {name: float(value) for name, value in loop.counters.items()}
-    counters["blocks_evicted"] = allocator.cache.num_evictions
-    return registry_pb2.LoadReport(
-        blocks=block_counts(allocator),
-        num_waiting=scheduler.num_waiting,
-        num_running=len(loop.jobs) - scheduler.num_waiting,
-        num_pending_tokens=scheduler.num_pending_tokens,
-        counters=counters,
-        block_changes=None if changes is None else registry_pb2.BlockChanges(**asdict(changes)),
-    )
-
-
-def block_counts(allocator: BlockAllocator) -> common_pb2.BlockCounts:
-    """Who holds how many blocks."""
-    counts = allocator.counts
-    return common_pb2.BlockCounts(
-        free=counts.free,
-        cached=counts.cached,
-        reserved=counts.reserved,
-        running=counts.running,
-        total=counts.total,
+    num_waiting = loop.scheduler.num_waiting
+    return reports.load_report(
+        allocator,
+        changes,
+        loop.counters,
+        num_waiting=num_waiting,
+        num_running=len(loop.jobs) - num_waiting,
+        num_pending_tokens=loop.scheduler.num_pending_tokens,
     )
 
 
 def audit(loop: PrefillLoop, allocator: BlockAllocator) -> admin_pb2.AuditResponse:
-    """Everything that is held here, after the conservation law was checked."""
-    allocator.check()
-    now_s = asyncio.get_running_loop().time()
-    held = allocator.holdings()
-    holdings = []
-    for request_id in sorted({*held, *loop.jobs}):
-        job = loop.jobs.get(request_id)
-        holdings.append(
-            admin_pb2.Holding(
-                request_id=request_id,
-                state=stage(job) if job else "RELEASING",
-                num_blocks=held[request_id][1] if request_id in held else 0,
-                age_s=now_s - job.sequence.arrived_s if job else 0,
-            )
-        )
-    return admin_pb2.AuditResponse(blocks=block_counts(allocator), holdings=holdings)
+    """Everything that is held here."""
+    jobs = loop.jobs.items()
+    return reports.audit(allocator, {name: (stage(job), job.sequence.arrived_s) for name, job in jobs})

@@ -1,10 +1,8 @@
 """One prefill worker, whole: engine, loop, transport, servers. Knows no Ray, so a test can run one."""
 
-import asyncio
 from collections.abc import Iterable
 
 from engine.engine import Engine
-from engine.heap import keep_freed_memory
 from kv_transfer import capabilities
 from kv_transfer.grpc_transport import GrpcTransport
 from kvferry.config import PrefillConfig
@@ -12,11 +10,11 @@ from kvferry.v1 import common_pb2, prefill_pb2_grpc, registry_pb2
 from prefill_worker import server
 from prefill_worker.loop import PrefillLoop
 from rpc.server import GrpcServer
-from rpc.worker import WorkerServer, new_epoch
 from scheduling import block_hash
 from scheduling.allocator import BlockAllocator
 from scheduling.block_feed import BlockFeeds
 from scheduling.prefill import PrefillScheduler
+from worker.host import WorkerHost, new_epoch
 
 
 class PrefillWorker:
@@ -36,7 +34,7 @@ class PrefillWorker:
             server.PrefillServicer(loop, engine.info.model_digest, block_size),
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
         )
-        self._server = WorkerServer(
+        self._host = WorkerHost(
             registry_pb2.Registration(
                 worker_id=worker_id,
                 epoch=new_epoch(),
@@ -44,6 +42,7 @@ class PrefillWorker:
                 capabilities=capabilities.describe(engine, model_name, block_hash.SCHEME),
             ),
             grpc_server,
+            run=loop.run,
             load=lambda router_id: server.load_report(loop, allocator, feeds.take(router_id)),
             audit=lambda: server.audit(loop, allocator),
             take_step=lambda _: None,
@@ -51,30 +50,21 @@ class PrefillWorker:
             # A router's prompts end with its calls.
             on_router_lost=feeds.close,
         )
-        self._running: asyncio.Task[None] | None = None
 
     async def start(self, host: str, routers: Iterable[str]) -> str:
         """Computes, serves on a free port and joins the routers; returns the address."""
-        keep_freed_memory()
-        self._running = asyncio.create_task(self.loop.run())
-        return await self._server.start(host, routers)
+        return await self._host.start(host, routers)
 
     def set_routers(self, routers: Iterable[str]) -> None:
         """Joins exactly these routers."""
-        self._server.membership.set_routers(routers)
+        self._host.membership.set_routers(routers)
 
     async def wait(self) -> None:
         """Returns when the worker was stopped; raises what ended its loop otherwise."""
-        assert self._running is not None
-        await asyncio.wait([self._running])
-        if not self._running.cancelled():
-            self._running.result()
+        await self._host.wait()
 
     async def stop(self) -> None:
         """Leaves the routers, ends all calls, lets the running step end."""
-        await self._server.stop()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
+        await self._host.stop()
         await self.loop.close()
         await self._transport.close()

@@ -13,7 +13,8 @@ from benchmarks.load.prompts import Prompts
 
 # More than any load here sends; bounds a server that answers everything at once.
 MAX_REQUESTS = 5000
-WARM_UP_TOKENS = 8
+WARM_UP_STREAMS = 8
+WARM_UP_TOKENS = 16
 _PROBE_REQUESTS = 40
 _PROBE_S = (8.0, 40.0)
 _SETTLE_S = 1.0
@@ -88,12 +89,11 @@ class ChatsBesidePrompts:
         }
 
 
-async def warm_up(target: Target, prompts: Prompts, num_streams: int = 2) -> Run:
-    """A few requests that do not count, both short and long."""
-    shapes = (CHAT, LONG_PROMPT)
-    lengths = [shape.num_prompt_tokens for shape in shapes for _ in range(num_streams)]
+async def warm_up(target: Target, prompts: Prompts) -> Run:
+    """Requests that do not count: as many at once as any load has, short ones and then long ones."""
+    lengths = [CHAT.num_prompt_tokens] * WARM_UP_STREAMS + [LONG_PROMPT.num_prompt_tokens] * 2
     jobs = [Job(prompts.prompt(length), length, WARM_UP_TOKENS) for length in lengths]
-    return await target.run_closed(iter(jobs), num_streams, float("inf"), len(jobs))
+    return await target.run_closed(iter(jobs), WARM_UP_STREAMS, float("inf"), len(jobs))
 
 
 async def find_goodput(

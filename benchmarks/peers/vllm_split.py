@@ -19,8 +19,8 @@ NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 ROUTER = "vllm-router==0.1.17"
 _ROLES = {"kv_producer": "0", "kv_consumer": "1"}
 _LOWEST_PRIORITY = 19
-# A thread that takes more of a core than this while the server is idle spins.
-_SPINNING_SHARE = 0.5
+# A thread that takes more of a core than this while the server is idle spins; it may have to share the core.
+_SPINNING_SHARE = 0.15
 _IDLE_LOOK_S = 2.0
 
 

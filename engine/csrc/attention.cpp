@@ -15,7 +15,7 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kPrefillRows = 192;  // rows of a tile of several queries: packing keys is paid back
+constexpr int64_t kPrefillRows = 384;  // rows of a tile of several queries: packing keys is paid back
 constexpr int64_t kMinSplitKeys = 2 * kTileKeys;
 
 struct Batch {
@@ -127,7 +127,8 @@ void attend(const Batch& batch, const Call<T>& call, int64_t num_kv_heads) {
     static thread_local Scratch scratch;
     TileWorker<T> worker(call, plan.max_rows, plan.max_heads, scratch);
     for (int64_t i = next++; i < num_tiles; i = next++) {
-      worker.run(plan.tiles[i], sums.data(), partials.data());
+      const Tile& following = plan.tiles[std::min(i + num_threads, num_tiles - 1)];
+      worker.run(plan.tiles[i], following, sums.data(), partials.data());
     }
   });
   for (const Merge& merge : plan.merges) merge_partials(merge, call, sums.data(), partials.data());

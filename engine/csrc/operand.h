@@ -13,6 +13,7 @@ template <typename T>
 struct SingleWords {
   using Element = T;
   static constexpr int kPerWord = 1;
+  static constexpr int kPowerTerms = 6;  // of exp2, for weights of this precision
 
   static Floats multiply_add(Words a, Words b, Floats sum) { return sum + bits<Floats>(a) * bits<Floats>(b); }
   static Floats multiply_add(uint32_t a, Words b, Floats sum) { return multiply_add(broadcast(a), b, sum); }
@@ -46,6 +47,7 @@ struct SingleWords {
 struct PairedWords {
   using Element = c10::BFloat16;
   static constexpr int kPerWord = 2;
+  static constexpr int kPowerTerms = 4;
 
   static Floats multiply_add(Words a, Words b, Floats sum) {
     return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(sum), bits<__m512bh>(a), bits<__m512bh>(b)));

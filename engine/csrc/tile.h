@@ -37,16 +37,19 @@ class TileWorker {
   }
 
   // Writes finished rows to call.out; unfinished ones to partial_sums [.., head_dim] and partials.
-  void run(const Tile& tile, float* partial_sums, Running* partials) {
+  // following: the tile that this thread is likely to run next.
+  void run(const Tile& tile, const Tile& following, float* partial_sums, Running* partials) {
     num_rows_ = tile.num_queries * call_.group;
     for (int64_t head = 0; head < tile.num_heads; ++head) start(tile, head);
     const int64_t step = tile.num_queries == 1 ? kSingleTileKeys : kTileKeys;
     for (int64_t key = tile.first_key; key < tile.end_key; key += step) {
       num_keys_ = std::min(step, tile.end_key - key);
       find_tokens(tile, key, tokens_);
-      find_tokens(tile, key + step, next_tokens_);
+      const bool last = key + step >= tile.end_key;
+      const Tile& next = last ? following : tile;
+      find_tokens(next, last ? next.first_key : key + step, next_tokens_);
       for (int64_t head = 0; head < tile.num_heads; ++head) {
-        look_ahead(tile, head);
+        look_ahead(tile, head, next);
         if (tile.num_queries == 1) {
           attend_single(tile, head, key);
           continue;
@@ -90,7 +93,6 @@ class TileWorker {
   }
 
   void find_tokens(const Tile& tile, int64_t first_key, int64_t* tokens) {
-    if (first_key >= tile.end_key) return;  // looked ahead
     int64_t block = first_key / call_.block_size, slot = first_key % call_.block_size;
     const int64_t count = std::min(kTileKeys, tile.end_key - first_key);
     for (int64_t n = 0; n < count; ++n) {
@@ -109,11 +111,11 @@ class TileWorker {
     return count >= kLanes ? W::load_row(from) : W::load_row(from, count * W::kPerWord);
   }
 
-  // What is packed next, one row of which is fetched for each row packed: the next head's rows of this
-  // tile of keys, or the first head's of the next tile.
-  void look_ahead(const Tile& tile, int64_t head) {
+  // What is read after this head's keys and values, one row of which is fetched for each row read: the next
+  // head's rows of this tile of keys, or the first head's of the next.
+  void look_ahead(const Tile& tile, int64_t head, const Tile& next) {
     const bool last = head + 1 == tile.num_heads;
-    const int64_t offset = (tile.first_head + (last ? 0 : head + 1)) * call_.head_stride;
+    const int64_t offset = (last ? next.first_head : tile.first_head + head + 1) * call_.head_stride;
     tokens_ahead_ = last ? next_tokens_ : tokens_;
     keys_ahead_ = call_.keys + offset;
     values_ahead_ = call_.values + offset;
@@ -170,17 +172,19 @@ class TileWorker {
     const int64_t last_position = tile.first_position + (first + count - 1) / call_.group;
     const int64_t first_position = tile.first_position + first / call_.group;
     if (first_key > last_position || first_key + num_keys_ + call_.window <= first_position + 1) return;
-    const int64_t columns = round_up(num_keys_, kLanes);
+    // The keys that the last row sees.
+    const int64_t num_keys = std::min(num_keys_, last_position + 1 - first_key);
+    const int64_t columns = round_up(num_keys, kLanes);
     multiply<W>(count, query_ + (head * max_rows_ + first) * row_, row_, keys_, kTileKeys, depth_,
                 nullptr, scores_, kTileKeys, columns);
     float decay[kTileRows];
     for (int64_t r = 0; r < count; ++r) {
       const int64_t position = tile.first_position + (first + r) / call_.group;
       const int64_t begin = std::max<int64_t>(0, position + 1 - call_.window - first_key);
-      const int64_t end = std::min(num_keys_, position + 1 - first_key);
+      const int64_t end = std::min(num_keys, position + 1 - first_key);
       decay[r] = weigh(r, begin, end, columns, running_[head * max_rows_ + first + r]);
     }
-    multiply<W>(count, weights_, kTileKeys, values_, width_, (num_keys_ + W::kPerWord - 1) / W::kPerWord,
+    multiply<W>(count, weights_, kTileKeys, values_, width_, (num_keys + W::kPerWord - 1) / W::kPerWord,
                 decay, sums_ + (head * max_rows_ + first) * width_, width_, round_up(call_.head_dim, kLanes));
   }
 
@@ -209,16 +213,18 @@ class TileWorker {
   // Returns what the sums so far must be multiplied by.
   float weigh(int64_t r, int64_t begin, int64_t end, int64_t columns, Running& running) {
     float* scores = scores_ + r * kTileKeys;
-    scale_scores(scores, columns);
+    if (call_.softcap > 0) cap_scores(scores, columns);
     if (begin > 0 || end < columns) hide_outside(scores, begin, end, columns);
     Floats largest = load<Floats>(scores);
     for (int64_t n = kLanes; n < columns; n += kLanes) largest = larger(largest, load<Floats>(scores + n));
-    const Floats maximum = larger(running.maximum, max_of(largest));
+    // To base 2, which is cheaper to raise.
+    const float scale = (call_.softcap > 0 ? call_.softcap : call_.scale) * kLog2E;
+    const Floats maximum = larger(running.maximum, max_of(largest) * scale);
     const Floats base = maximum == kNegativeInfinity ? Floats{} : maximum;
     const Floats decay = exp2(running.maximum - base);
     Floats weight = running.weight * decay;
     for (int64_t n = 0; n < columns; n += kLanes) {
-      const Floats p = exp2(load<Floats>(scores + n) - base);
+      const Floats p = exp2<W::kPowerTerms>(load<Floats>(scores + n) * scale - base);
       weight += p;
       W::store_weights(weights_ + r * kTileKeys, n, p);
     }
@@ -227,17 +233,10 @@ class TileWorker {
     return decay[0];
   }
 
-  // To base 2, which is cheaper to raise.
-  void scale_scores(float* scores, int64_t columns) const {
-    if (call_.softcap > 0) {
-      for (int64_t n = 0; n < columns; n += kLanes) {
-        const Floats capped = tanh(load<Floats>(scores + n) * (call_.scale / call_.softcap));
-        store(scores + n, capped * (call_.softcap * kLog2E));
-      }
-    } else {
-      for (int64_t n = 0; n < columns; n += kLanes) {
-        store(scores + n, load<Floats>(scores + n) * (call_.scale * kLog2E));
-      }
+  // Divided by the softcap: the largest is 1.
+  void cap_scores(float* scores, int64_t columns) const {
+    for (int64_t n = 0; n < columns; n += kLanes) {
+      store(scores + n, tanh(load<Floats>(scores + n) * (call_.scale / call_.softcap)));
     }
   }
 

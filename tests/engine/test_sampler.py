@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.choice import KernelChoice, TorchChoice, invert
 from engine.engine import Chunk
+from engine.kernels import load_kernels
 from engine.random_numbers import scramble, uniform
-from engine.sampler import Sampler, invert
+from engine.sampler import Sampler
 from engine.truncation import weigh
 from kvferry.sampling import SamplingParams
 
@@ -20,9 +22,22 @@ EOS = frozenset({2, 7})
 ROUNDING = 2e-5
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
+class Choosing:
+    """Which of the two ways the tests go through."""
+
+    kernel = False
+
+    @classmethod
+    def sampler(cls, vocab_size, eos=EOS):
+        return Sampler(vocab_size, eos, KernelChoice() if cls.kernel else TorchChoice(vocab_size))
+
+
+@pytest.fixture(autouse=True, scope="module", params=["torch", "kernel"])
+def _choosing(request):
     torch.set_num_threads(1)
+    Choosing.kernel = request.param == "kernel"
+    if Choosing.kernel and not load_kernels():
+        pytest.skip("no C++ compiler")
 
 
 def chunk(sampling, output=(), prompt=(1, 2, 3)):
@@ -40,7 +55,7 @@ def random_logits(num_rows, vocab_size, seed=0, scale=3.0, dtype=torch.float32):
 
 
 def sample_ids(logits, chunks, eos=EOS, vocab_size=None):
-    return [s.token_id for s in Sampler(vocab_size or logits.shape[1], eos).sample(logits, chunks)]
+    return [s.token_id for s in Choosing.sampler(vocab_size or logits.shape[1], eos).sample(logits, chunks)]
 
 
 class Reference:
@@ -366,7 +381,7 @@ def test_logprobs_are_those_of_the_raw_logits():
         chunk(params(**fields, top_logprobs=0)),
         chunk(params(temperature=0, logprobs=True, top_logprobs=3)),
     ]
-    forced, without, plain, greedy = Sampler(3000, EOS).sample(logits, chunks)
+    forced, without, plain, greedy = Choosing.sampler(3000).sample(logits, chunks)
     assert (without.logprob, without.top_logprobs, plain.top_logprobs) == (None, (), ())
     assert forced.token_id == plain.token_id == 17
     assert forced.logprob == pytest.approx(expected[0, 17].item(), abs=1e-4)
@@ -382,7 +397,7 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 def test_more_alternatives_than_tokens_yield_all_tokens():
     asked = params(temperature=0, logprobs=True, top_logprobs=20)
-    (sampled,) = Sampler(3, EOS).sample(torch.tensor([[1.0, 3.0, 2.0]]), [chunk(asked)])
+    (sampled,) = Choosing.sampler(3).sample(torch.tensor([[1.0, 3.0, 2.0]]), [chunk(asked)])
     assert [i for i, _ in sampled.top_logprobs] == [1, 2, 0]
 
 
@@ -395,7 +410,7 @@ def test_rows_of_padding_beyond_the_vocabulary_are_never_chosen(fields):
 
 
 def test_it_works_inside_and_outside_of_inference_mode():
-    sampler = Sampler(300, EOS)
+    sampler = Choosing.sampler(300)
     chunks = [chunk(params(top_k=2, logit_bias={5: 1}, logprobs=True, top_logprobs=2))]
     with torch.inference_mode():
         logits = random_logits(1, 300)
@@ -453,4 +468,5 @@ def test_a_missing_seed_is_an_error_and_no_hidden_randomness():
 def test_a_gpu_draws_what_a_cpu_draws():
     logits = random_logits(len(OPTIONS), 3001, scale=2.0)
     chunks = [chunk(params(**{"seed": i, **fields}), output=[5]) for i, fields in enumerate(OPTIONS)]
-    assert sample_ids(logits.cuda(), chunks) == sample_ids(logits, chunks)
+    alone = Sampler(3001, EOS).sample(logits.cuda(), chunks)
+    assert [sampled.token_id for sampled in alone] == sample_ids(logits, chunks)
