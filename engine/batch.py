@@ -62,7 +62,9 @@ class Batch:
         ]
 
         def on_device(values: object, dtype: type) -> torch.Tensor:
-            return torch.from_numpy(np.asarray(values, dtype)).to(device, non_blocking=True)
+            host = torch.from_numpy(np.asarray(values, dtype))
+            # From pinned memory the copy does not wait for what the device still computes.
+            return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
         return cls(
             token_ids=on_device(token_ids[None], np.int64),

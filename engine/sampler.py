@@ -35,9 +35,7 @@ class Sampler:
     Not thread-safe.
     """
 
-    def __init__(
-        self, vocab_size: int, eos_token_ids: frozenset[int], choice: Choice | None = None
-    ) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int], choice: Choice | None = None) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._choice = choice or TorchChoice(vocab_size)

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 0.2
 # The router answers a registration at once; longer means that it is gone or not a router.
 WELCOME_TIMEOUT_S = 5.0
+# Messages closer together than nobody can read are one: each costs the router as much as dozens of tokens.
+MIN_STEP_INTERVAL_S = 0.004
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 1.0
 
@@ -120,6 +122,7 @@ class Membership:
         wake = self._wake[router_id]
         loop = asyncio.get_running_loop()
         next_report_s = loop.time()
+        next_step_s = 0.0
         while True:
             if loop.time() >= next_report_s:
                 next_report_s = loop.time() + HEARTBEAT_S
@@ -128,7 +131,10 @@ class Membership:
                 async with asyncio.timeout_at(next_report_s):
                     await wake.wait()
             wake.clear()
+            if (early_s := next_step_s - loop.time()) > 0:
+                await asyncio.sleep(early_s)
             if (step := self._take_step(router_id)) is not None:
+                next_step_s = loop.time() + MIN_STEP_INTERVAL_S
                 yield pb.JoinRequest(step=step)
 
 
