@@ -6,6 +6,7 @@ import torch
 
 from engine.fused import fuse
 from engine.kernels import load_kernels
+from engine.layer import fuse_layers
 from engine.linear import swap_linears
 
 logger = logging.getLogger(__name__)
@@ -17,5 +18,10 @@ def use_kernels(model: torch.nn.Module) -> None:
     if not load_kernels():
         return
     with torch.inference_mode():
-        num_fused, num_linears = fuse(model), swap_linears(model)
-    logger.info("%d linear layers packed, %d other places fused", num_linears, num_fused)
+        num_fused, num_linears, num_layers = fuse(model), swap_linears(model), fuse_layers(model)
+    logger.info(
+        "%d linear layers packed, %d other places and %d whole layers fused",
+        num_linears,
+        num_fused,
+        num_layers,
+    )

@@ -28,11 +28,11 @@ class FusedRMSNorm(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, epsilon: float, offset: float, round_first: bool) -> None:
         super().__init__()
         self.weight = weight
-        self._constants = (epsilon, offset, round_first)
+        self.constants = (epsilon, offset, round_first)
         self._norm = torch.ops.kvferry.rms_norm.default
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._norm(hidden_states, self.weight, *self._constants)
+        out: torch.Tensor = self._norm(hidden_states, self.weight, *self.constants)
         return out
 
     __call__ = forward  # without hooks, which cost as much as the call
@@ -43,12 +43,12 @@ class FusedSwiGLU(torch.nn.Module):
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
-        self._linears = (gate, up, down)
+        self.linears = (gate, up, down)
         self._weights = (gate.packed, up.packed, down.packed, gate.out_features, down.out_features)
         self._swiglu = torch.ops.kvferry.swiglu.default
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = self._linears
+        gate, up, down = self.linears
         if gate.takes_kept_weight(x):
             return down(functional.silu(gate(x)) * up(x))
         out: torch.Tensor = self._swiglu(x, *self._weights)

@@ -59,13 +59,15 @@ class Sampler:
         }
         for row, (sampling, chunk) in enumerate(zip(params, chunks, strict=True)):
             if is_adjusted(sampling, chunk.end - chunk.num_prompt_tokens):
-                _check(row, bool(rows[row].amax().isfinite()))
+                if not rows[row].amax().isfinite():
+                    raise _broken(row)
                 rows[row] = rows[row].to(torch.float32, copy=True)
                 adjust(rows[row], sampling, chunk, self._eos_token_ids)
         token_ids = self._choice.choose(rows, params, [chunk.end for chunk in chunks])
         sampled = []
         for row, token_id in enumerate(token_ids):
-            _check(row, token_id is not None)
+            if token_id is None:
+                raise _broken(row)
             if row in raw:
                 logprob = raw[row].of(logits[row, token_id])
                 sampled.append(SampledToken(token_id, logprob, raw[row].alternatives))
@@ -80,6 +82,5 @@ def _sampling(chunk: Chunk) -> SamplingParams:
     return chunk.sampling
 
 
-def _check(row: int, usable: bool) -> None:
-    if not usable:
-        raise FloatingPointError(f"row {row}: the model's logits are not finite")
+def _broken(row: int) -> FloatingPointError:
+    return FloatingPointError(f"row {row}: the model's logits are not finite")

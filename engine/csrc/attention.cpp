@@ -10,6 +10,7 @@
 #include <atomic>
 #include <memory>
 
+#include "operators.h"
 #include "tile.h"
 
 namespace kvferry {
@@ -200,6 +201,8 @@ void check_bounds(const Batch& batch, const int64_t* slots, int64_t num_tokens, 
   }
 }
 
+}  // namespace
+
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& key_cache, const at::Tensor& value_cache,
                            const at::Tensor& slots, const at::Tensor& starts, const at::Tensor& lengths,
@@ -229,7 +232,6 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key, const
   return out;
 }
 
-}  // namespace
 }  // namespace kvferry
 
 TORCH_LIBRARY(kvferry, library) {

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "linear.h"
+#include "operators.h"
 
 namespace kvferry {
 namespace {
@@ -59,6 +60,8 @@ void normalise(const Element* x, const Element* weight, Element* out, int64_t si
   }
 }
 
+}  // namespace
+
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double epsilon, double offset,
                     bool round_first) {
   check(weight, "weight");
@@ -77,6 +80,8 @@ at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double ep
   });
   return out;
 }
+
+namespace {
 
 // Turns one head. cos and sin have an angle for every element.
 void turn(const Element* x, const Element* cos, const Element* sin, Element* out, int64_t half) {
@@ -109,6 +114,8 @@ at::Tensor turn_heads(const at::Tensor& x, const at::Tensor& cos, const at::Tens
   return out.transpose(1, 2);
 }
 
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& query, const at::Tensor& key, const at::Tensor& cos,
                                           const at::Tensor& sin) {
   const int64_t num_tokens = query.size(2), size = query.size(-1);
@@ -125,6 +132,8 @@ std::tuple<at::Tensor, at::Tensor> rotary(const at::Tensor& query, const at::Ten
   return {turn_heads(query, cos, sin), turn_heads(key, cos, sin)};
 }
 
+namespace {
+
 // gate = silu(gate) * up
 void gate_with(Element* gate, const Element* up, int64_t begin, int64_t end) {
   const Floats most = broadcast(127.0f);
@@ -136,6 +145,8 @@ void gate_with(Element* gate, const Element* up, int64_t begin, int64_t end) {
     store_floats(gate + i, round(silu) * load_floats(up + i, count), count);
   }
 }
+
+}  // namespace
 
 at::Tensor swiglu(const at::Tensor& input, const at::Tensor& gate_weight, const at::Tensor& up_weight,
                   const at::Tensor& down_weight, int64_t num_inner, int64_t num_outputs) {
@@ -149,7 +160,6 @@ at::Tensor swiglu(const at::Tensor& input, const at::Tensor& gate_weight, const 
   return packed_linear(gate, down_weight, {}, num_outputs);
 }
 
-}  // namespace
 }  // namespace kvferry
 
 TORCH_LIBRARY_FRAGMENT(kvferry, library) {

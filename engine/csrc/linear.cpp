@@ -8,6 +8,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include "operators.h"
+
 namespace kvferry {
 namespace {
 

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "operand.h"
 
@@ -144,9 +143,5 @@ void multiply_panels(const Product<T>& product, int64_t begin, int64_t end) {
     }
   }
 }
-
-// As torch.ops.kvferry.packed_linear.
-at::Tensor packed_linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                         int64_t num_outputs);
 
 }  // namespace kvferry

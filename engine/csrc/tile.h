@@ -6,13 +6,12 @@
 
 #include "operand.h"
 #include "single.h"
-#include "work.h"
+#include "softmax.h"
 
 namespace kvferry {
 
 // Keys and values of a tile stay in the nearest caches; what is fetched ahead of a single query must, too.
 constexpr int64_t kTileKeys = 128, kSingleTileKeys = 64;
-constexpr float kLog2E = 1.44269504f;
 
 template <typename T>
 class TileWorker {
@@ -182,7 +181,7 @@ class TileWorker {
       const int64_t position = tile.first_position + (first + r) / call_.group;
       const int64_t begin = std::max<int64_t>(0, position + 1 - call_.window - first_key);
       const int64_t end = std::min(num_keys, position + 1 - first_key);
-      decay[r] = weigh(r, begin, end, columns, running_[head * max_rows_ + first + r]);
+      decay[r] = weigh_row(r, begin, end, columns, running_[head * max_rows_ + first + r]);
     }
     multiply<W>(count, weights_, kTileKeys, values_, width_, (num_keys + W::kPerWord - 1) / W::kPerWord,
                 decay, sums_ + (head * max_rows_ + first) * width_, width_, round_up(call_.head_dim, kLanes));
@@ -202,47 +201,15 @@ class TileWorker {
           score_keys<W, Rows>(query_ + first * row_, row_, keys, n, call_.head_dim, scores_, kTileKeys);
         }
         float decay[Rows];
-        for (int r = 0; r < Rows; ++r) decay[r] = weigh(r, 0, num_keys_, columns, running_[first + r]);
+        for (int r = 0; r < Rows; ++r) decay[r] = weigh_row(r, 0, num_keys_, columns, running_[first + r]);
         add_values<W, Rows>(weights_, kTileKeys, values, (num_keys_ + W::kPerWord - 1) / W::kPerWord,
                             call_.head_dim, decay, sums_ + first * width_, width_);
       });
     });
   }
 
-  // Turns row r's scores of columns [begin, end) into weights relative to 2^maximum, the others' into 0.
-  // Returns what the sums so far must be multiplied by.
-  float weigh(int64_t r, int64_t begin, int64_t end, int64_t columns, Running& running) {
-    float* scores = scores_ + r * kTileKeys;
-    if (call_.softcap > 0) cap_scores(scores, columns);
-    if (begin > 0 || end < columns) hide_outside(scores, begin, end, columns);
-    Floats largest = load<Floats>(scores);
-    for (int64_t n = kLanes; n < columns; n += kLanes) largest = larger(largest, load<Floats>(scores + n));
-    // To base 2, which is cheaper to raise.
-    const float scale = (call_.softcap > 0 ? call_.softcap : call_.scale) * kLog2E;
-    const Floats maximum = larger(running.maximum, max_of(largest) * scale);
-    const Floats base = maximum == kNegativeInfinity ? Floats{} : maximum;
-    const Floats decay = exp2(running.maximum - base);
-    Floats weight = running.weight * decay;
-    for (int64_t n = 0; n < columns; n += kLanes) {
-      const Floats p = exp2<W::kPowerTerms>(load<Floats>(scores + n) * scale - base);
-      weight += p;
-      W::store_weights(weights_ + r * kTileKeys, n, p);
-    }
-    running.maximum = maximum;
-    running.weight = weight;
-    return decay[0];
-  }
-
-  // Divided by the softcap: the largest is 1.
-  void cap_scores(float* scores, int64_t columns) const {
-    for (int64_t n = 0; n < columns; n += kLanes) {
-      store(scores + n, tanh(load<Floats>(scores + n) * (call_.scale / call_.softcap)));
-    }
-  }
-
-  static void hide_outside(float* scores, int64_t begin, int64_t end, int64_t columns) {
-    std::fill(scores, scores + std::min(begin, columns), kNegativeInfinity);
-    std::fill(scores + std::max<int64_t>(end, 0), scores + columns, kNegativeInfinity);
+  float weigh_row(int64_t r, int64_t begin, int64_t end, int64_t columns, Running& running) {
+    return weigh<W>(call_, scores_ + r * kTileKeys, begin, end, columns, weights_ + r * kTileKeys, running);
   }
 
   void finish(const Tile& tile, int64_t head, float* partial_sums, Running* partials) {

@@ -75,7 +75,7 @@ def test_a_broken_row_yields_nothing_and_the_others_their_tokens(kernel, broken,
     assert [token is None for token in chosen] == [False, False, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1e4, 1e30])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-4, 2.0])
 def test_any_temperature_has_a_distribution(kernel, temperature):
     params = [SamplingParams(temperature=temperature, seed=seed, top_p=0.9) for seed in range(50)]
     rows = list(torch.randn(50, 300))
