@@ -89,15 +89,27 @@ class FusedLayer(torch.nn.Module):
     __call__ = forward  # without hooks
 
 
+class FusedLayers(torch.nn.ModuleList):
+    """A list of layers of which a model takes all by a slice: that makes no new list at every step."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """As a list's."""
+        whole = range(len(self))
+        return self if isinstance(index, slice) and whole[index] == whole else super().__getitem__(index)
+
+
 def fuse_layers(model: torch.nn.Module) -> int:
     """Replaces in `model` the layers that can be, after their modules were; returns how many."""
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            fused = fused_layer(child)
-            if fused is not None:
-                setattr(parent, name, fused)
-                count += 1
+            if type(child) is not torch.nn.ModuleList:
+                continue
+            fused = [fused_layer(layer) for layer in child]
+            if any(layer is not None for layer in fused):
+                layers = [new or old for new, old in zip(fused, child, strict=True)]
+                setattr(parent, name, FusedLayers(layers))
+                count += sum(layer is not None for layer in fused)
     return count
 
 
