@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console()
+    console = Console(width=max(Console().width, 110))
     for name in ("decode", "prefill"):
         table = Table(title=name)
         for column in result[name][0]:
