@@ -6,11 +6,13 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.load.connection import HttpClient
 
 _POLL_S = 0.2
+_KILL_POLL_S = 0.01
 _STOP_TIMEOUT_S = 20.0
 _NUM_LOG_LINES = 15
 
@@ -84,13 +86,14 @@ class ServerProcess:
                 self._process.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        # Whatever it left behind is in its session.
-        for pid in self.pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         self._process.wait()
+        # Whatever it left behind is in its session, and takes a moment to die.
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        while (left := self.pids()) and time.monotonic() < deadline_s:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_KILL_POLL_S)
 
 
 def _stat(folder: Path) -> list[str]:
