@@ -33,12 +33,14 @@ TICK_S = 0.1
 class DecodeRequest:
     """One request on this worker, from its reservation to its end. Times are the event loop's.
 
-    hashes: name the full blocks of its prompt, then of its output.
+    tokens: the prompt, then the output that workers that were lost have generated. hashes: name their full
+    blocks, then those of the output to come.
     """
 
     request_id: str
     router_id: str
-    prompt_token_ids: list[int]
+    tokens: list[int]
+    num_prompt_tokens: int
     sampling: SamplingParams
     priority: int
     arrived_s: float
@@ -71,19 +73,19 @@ class DecodeLoop:
         """Takes blocks for a request. None: no room now. KeyError: the id is taken."""
         if request.request_id in self.requests or self._steps.is_freeing(request.request_id):
             raise KeyError(request.request_id)
-        num_prompt_tokens = len(request.prompt_token_ids)
-        hashes = request.hashes.of(request.prompt_token_ids)
-        block_table = self.scheduler.reserve(request.request_id, num_prompt_tokens, hashes)
+        num_tokens = len(request.tokens)
+        hashes = request.hashes.of(request.tokens)
+        block_table = self.scheduler.reserve(request.request_id, num_tokens, hashes)
         if block_table is None:
             self.counters["reservations_refused"] += 1
             return None
         self.requests[request.request_id] = request
         block_size = self._engine.cache.shape.block_size
         num_held = self._allocator.num_shared(request.request_id)
-        self.counters["prefix_query_tokens"] += num_prompt_tokens
+        self.counters["prefix_query_tokens"] += num_tokens
         self.counters["prefix_hit_tokens"] += num_held * block_size
-        num_prompt_blocks = blocks_for(num_prompt_tokens, block_size)
-        return self.reservations.grant(request.request_id, block_table, num_prompt_blocks, num_held)
+        num_blocks = blocks_for(num_tokens, block_size)
+        return self.reservations.grant(request.request_id, block_table, num_blocks, num_held)
 
     def complete(self, reservation: Reservation) -> None:
         """Takes over a reservation whose last block has landed: it decodes from the next step on."""
@@ -92,12 +94,12 @@ class DecodeLoop:
         self.scheduler.admit(
             TokenSequence(
                 request_id=request.request_id,
-                tokens=[*request.prompt_token_ids, reservation.first_token_id],
-                num_prompt_tokens=len(request.prompt_token_ids),
+                tokens=[*request.tokens, reservation.first_token_id],
+                num_prompt_tokens=request.num_prompt_tokens,
                 priority=request.priority,
                 arrived_s=request.arrived_s,
                 block_table=reservation.block_table,
-                num_computed=len(request.prompt_token_ids),
+                num_computed=len(request.tokens),
                 hashes=request.hashes,
             )
         )

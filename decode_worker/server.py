@@ -59,7 +59,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         except KeyError as error:
             raise Refused(grpc.StatusCode.ALREADY_EXISTS, f"request_id: {error} is held already") from error
         if reservation is None:
-            needed = blocks_for(len(request.prompt_token_ids) + 1, self._block_size)
+            needed = blocks_for(len(decoding.tokens) + 1, self._block_size)
             free = self._allocator.num_available
             return pb.ReserveResponse(no_room=pb.NoRoom(needed_blocks=needed, free_blocks=free))
         lease = reservation.lease
@@ -75,7 +75,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _check_size(self, request: DecodeRequest) -> None:
         assert request.sampling.max_tokens is not None
-        needed = blocks_for(len(request.prompt_token_ids) + request.sampling.max_tokens, self._block_size)
+        needed = blocks_for(request.num_prompt_tokens + request.sampling.max_tokens, self._block_size)
         total = self._allocator.counts.total
         if needed > total:
             raise Refused(
@@ -101,7 +101,8 @@ def _from_proto(request: pb.ReserveRequest, hashes: BlockHashes) -> DecodeReques
     return DecodeRequest(
         request_id=request.request_id,
         router_id=request.router_id,
-        prompt_token_ids=list(request.prompt_token_ids),
+        tokens=[*request.prompt_token_ids, *request.output_token_ids],
+        num_prompt_tokens=len(request.prompt_token_ids),
         sampling=sampling,
         priority=request.priority,
         arrived_s=now_s,

@@ -154,14 +154,14 @@ class PrefillLoop:
         job.started_s = asyncio.get_running_loop().time()
         sequence = job.sequence
         job.num_cached_tokens = sequence.num_computed
-        self.counters["prefix_query_tokens"] += sequence.num_prompt_tokens
+        self.counters["prefix_query_tokens"] += len(sequence.tokens)
         self.counters["prefix_hit_tokens"] += job.num_cached_tokens
 
         def on_failed(error: TransferFailed) -> None:
             self.counters["transfers_failed"] += 1
             job.fail(error)
 
-        blocks = range(job.num_held_blocks, blocks_for(sequence.num_prompt_tokens, self._block_size))
+        blocks = range(job.num_held_blocks, blocks_for(len(sequence.tokens), self._block_size))
         job.handoff = Handoff(self._transport, job.target, blocks, on_failed)
         job.handoff.blocks_ready(sequence.block_table, job.num_cached_tokens // self._block_size)
 
@@ -180,7 +180,7 @@ class PrefillLoop:
             return
         # The last block is final though it may not be full.
         job.handoff.blocks_ready(
-            work.sequence.block_table, blocks_for(work.sequence.num_prompt_tokens, self._block_size)
+            work.sequence.block_table, blocks_for(len(work.sequence.tokens), self._block_size)
         )
         if not job.first_token.done():
             job.first_token.set_result(FirstToken(result, self._finish_reason(job, result)))
@@ -191,7 +191,7 @@ class PrefillLoop:
             job.sampling,
             info.eos_token_ids,
             token_id=token.token_id,
-            num_output_tokens=1,
-            num_tokens=job.sequence.num_prompt_tokens + 1,
+            num_output_tokens=job.sequence.num_output_tokens + 1,
+            num_tokens=len(job.sequence.tokens) + 1,
             max_context_tokens=info.max_context_tokens,
         )

@@ -85,7 +85,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
         if sampling.max_tokens is None or sampling.seed is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
-        tokens = list(request.prompt_token_ids)
+        tokens = [*request.prompt_token_ids, *request.output_token_ids]
         if request.target.num_held_blocks > len(tokens) // self._block_size:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT, "target.num_held_blocks: more than the prompt's full blocks"
@@ -94,7 +94,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             sequence=Sequence(
                 request_id=request.request_id,
                 tokens=tokens,
-                num_prompt_tokens=len(tokens),
+                num_prompt_tokens=len(request.prompt_token_ids),
                 priority=request.priority,
                 arrived_s=asyncio.get_running_loop().time(),
                 hashes=BlockHashes(self._model_digest, request.cache_salt, self._block_size),

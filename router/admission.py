@@ -27,7 +27,7 @@ class Admission:
     def __init__(self, max_queued: int, queue_timeout_s: float) -> None:
         self._max_queued = max_queued
         self._queue_timeout_s = queue_timeout_s
-        self._heap: list[tuple[int, int, asyncio.Event]] = []
+        self._heap: list[tuple[bool, int, int, asyncio.Event]] = []
         self._arrivals = itertools.count()
         # When the last requests were let through: how fast the queue moves.
         self._admitted_s: deque[float] = deque(maxlen=32)
@@ -42,19 +42,23 @@ class Admission:
         """Whether a request that finds no room is refused at once."""
         return len(self._heap) >= self._max_queued
 
-    async def admit(self, priority: int, attempt: Callable[[], Awaitable[T | None]]) -> T:
+    async def admit(
+        self, priority: int, attempt: Callable[[], Awaitable[T | None]], *, is_accepted: bool = False
+    ) -> T:
         """Calls `attempt` until it gives something, when it is this request's turn.
 
-        Raises `Overloaded` when the queue is full or the wait is too long, and what `attempt` raises.
+        is_accepted: it was let through before and has lost its worker; it goes before all that were not, and
+        a full queue is no reason to refuse it. Raises `Overloaded` when the queue is full or the wait is too
+        long, and what `attempt` raises.
         """
         if not self._heap and (result := await attempt()) is not None:
             return self._let_through(result)
-        if self.is_full:
+        if self.is_full and not is_accepted:
             raise Overloaded(
                 f"all workers are busy and {self.num_queued} requests wait", self.retry_after_s()
             )
         wake = asyncio.Event()
-        entry = (-priority, next(self._arrivals), wake)
+        entry = (not is_accepted, -priority, next(self._arrivals), wake)
         heapq.heappush(self._heap, entry)
         try:
             async with asyncio.timeout(self._queue_timeout_s):
@@ -74,7 +78,7 @@ class Admission:
     def wake(self) -> None:
         """Says that there may be room."""
         if self._heap:
-            self._heap[0][2].set()
+            self._heap[0][-1].set()
 
     def retry_after_s(self) -> int:
         """When the queue of now will have been worked off, at the speed of late."""

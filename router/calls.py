@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from router.errors import DeadlineExceeded, RequestError, Unavailable, WorkerFailed
+from router.errors import DeadlineExceeded, Overloaded, RequestError, WorkerFailed, WorkerLost
 from router.events import Request
 from router.worker import Worker
 from rpc.channel import Channels
@@ -43,12 +43,22 @@ class Placed:
 
 
 class Calls:
-    """The calls of one request."""
+    """The calls for one request under one name."""
 
-    def __init__(self, channels: Channels, router_id: str, request: Request) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        router_id: str,
+        request: Request,
+        name: str,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """name: what the workers call the request. output_token_ids: what others have generated of it."""
         self._channels = channels
         self._router_id = router_id
         self._request = request
+        self._name = name
+        self._output_token_ids = output_token_ids
         self._sampling = common_pb2.SamplingParams(**request.sampling.to_fields())
 
     async def reserve(self, decode: Worker) -> decode_pb2.ReserveResponse | None:
@@ -57,9 +67,10 @@ class Calls:
         Raises `WorkerFailed` where it refuses for a reason that trying again does not mend.
         """
         request = decode_pb2.ReserveRequest(
-            request_id=self._request.request_id,
+            request_id=self._name,
             router_id=self._router_id,
             prompt_token_ids=self._request.prompt_token_ids,
+            output_token_ids=self._output_token_ids,
             sampling=self._sampling,
             priority=self._request.priority,
             deadline_s=self._remaining_s(),
@@ -75,11 +86,15 @@ class Calls:
             logger.warning("%s cannot be asked to reserve: %s", decode.worker_id, error.details())
             return None
 
-    def prefill(self, placed: Placed, prefill: Worker) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """Has P compute the prompt and push it to D. Iterating raises `grpc.aio.AioRpcError`."""
+    def prefill(self, placed: Placed, prefill: Worker) -> Any:
+        """Has P compute the prompt and push it to D: gRPC's call, which gives `PrefillResponse`s.
+
+        Iterating raises `grpc.aio.AioRpcError`.
+        """
         request = prefill_pb2.PrefillRequest(
-            request_id=self._request.request_id,
+            request_id=self._name,
             prompt_token_ids=self._request.prompt_token_ids,
+            output_token_ids=self._output_token_ids,
             sampling=self._sampling,
             priority=self._request.priority,
             deadline_s=self._remaining_s(),
@@ -91,20 +106,19 @@ class Calls:
             cache_salt=self._request.cache_salt,
         )
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(prefill))
-        call: Any = stub.Prefill(request, timeout=self._remaining_s() + DEADLINE_SLACK_S)
-        return call  # type: ignore[no-any-return]
+        return stub.Prefill(request, timeout=self._remaining_s() + DEADLINE_SLACK_S)
 
     async def release(self, decode: Worker) -> None:
         """Tells D to forget the request. Where that fails, D's own deadline or lost stream does it."""
         stub = decode_pb2_grpc.DecodeServiceStub(self._channel(decode))
-        request = decode_pb2.ReleaseRequest(request_ids=[self._request.request_id])
+        request = decode_pb2.ReleaseRequest(request_ids=[self._name])
         try:
             await stub.Release(request, timeout=RELEASE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             logger.warning(
                 "%s could not be told to release %s: %s",
                 decode.worker_id,
-                self._request.request_id,
+                self._name,
                 error.details(),
             )
 
@@ -115,10 +129,13 @@ class Calls:
         return max(0.0, self._request.deadline_s - asyncio.get_running_loop().time())
 
 
-def prefill_error(prefill: Worker, error: grpc.aio.AioRpcError) -> RequestError:
-    """What the client is told when P's call ended so."""
+def prefill_error(prefill: Worker, error: grpc.aio.AioRpcError, retry_after_s: int) -> RequestError:
+    """What it means that P's call ended so."""
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded("the queue of every prefill worker is full", retry_after_s)
     kinds: dict[grpc.StatusCode, type[RequestError]] = {
-        grpc.StatusCode.UNAVAILABLE: Unavailable,
+        grpc.StatusCode.UNAVAILABLE: WorkerLost,
+        grpc.StatusCode.CANCELLED: WorkerLost,
         grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     }
     return kinds.get(error.code(), WorkerFailed)(f"prefill worker {prefill.worker_id}: {error.details()}")

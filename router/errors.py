@@ -60,6 +60,10 @@ class Unavailable(RequestError):
     http_status = HTTPStatus.SERVICE_UNAVAILABLE
 
 
+class WorkerLost(Unavailable):
+    """A worker, or the way to it, was lost with what it did for a request. Another may carry on."""
+
+
 class DeadlineExceeded(RequestError):
     """Its time ran out; the message names the stage it was in."""
 

@@ -5,29 +5,34 @@
     tokens from D's stream                          -> decode_started
     the end, whoever brings it                      -> finished
 
-Whatever the end is (a finish reason, an error, a deadline, the client leaving), `_let_go` runs: P's call is
-closed and D is told to release, so that neither holds anything for it.
+Whatever the end is (a finish reason, an error, a deadline, the client leaving), P's call is closed and D is
+told to release, so that neither holds anything for it (`Attempt.let_go`).
+
+A lost worker is not the end: another attempt carries on from the tokens that the client has (`_recover`). As
+sampling depends on nothing but tokens, parameters, seed and position, and text is made here, the client sees
+one stream.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
-from typing import Any, Protocol, TypeVar
-
-import grpc
+import logging
+from collections.abc import AsyncGenerator, Awaitable
+from typing import TypeVar
 
 from kvferry.results import FinishReason, Moment, TokenLogprobs
 from kvferry.v1 import common_pb2, prefill_pb2, registry_pb2
-from router.admission import Admission
-from router.calls import Calls, Placed, prefill_error
-from router.errors import DeadlineExceeded, Overloaded, RequestError, WorkerFailed
+from router.attempt import Attempt, Context
+from router.errors import DeadlineExceeded, Overloaded, RequestError, Unavailable, WorkerFailed, WorkerLost
 from router.events import Delta, Finished, Request
-from router.inbox import Inbox, News, NewToken
+from router.inbox import News, NewToken
 from router.output import OutputBuilder
-from router.prefix_index import PromptBlocks
-from router.registry import Registry
 from router.worker import Worker
-from scheduling.placement import Need
-from scheduling.sequence import blocks_for
+
+logger = logging.getLogger(__name__)
+
+# Attempts after the first. What ends more workers than this is no bad luck.
+MAX_RECOVERIES = 3
+# Losses without a token between them after which the request itself is taken for the cause.
+MAX_LOSSES_AT_ONE_TOKEN = 2
 
 T = TypeVar("T")
 
@@ -35,18 +40,6 @@ _REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
-
-
-class Context(Protocol):
-    """What a request needs of the router."""
-
-    router_id: str
-    registry: Registry
-    admission: Admission
-
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something to its end, whatever becomes of the request."""
-        ...
 
 
 class Lifecycle:
@@ -61,29 +54,25 @@ class Lifecycle:
         self._context = context
         self._request = request
         self._output = output
-        self._prompt = PromptBlocks(request.prompt_token_ids, request.cache_salt)
-        self._calls = Calls(context.registry.channels, context.router_id, request)
-        self._inbox = Inbox()
-        self._num_tokens = 0
-        self._num_cached_tokens = 0
+        self._token_ids: list[int] = []
+        self._num_cached_tokens: int | None = None
         self._early: dict[int, NewToken] = {}
         self._ended: FinishReason | None = None
-        self._placed: Placed | None = None
-        self._decode_has_ended = False
+        self._attempt = self._new_attempt(0)
+        # Of each worker that was lost: how many tokens there were.
+        self._losses: list[int] = []
 
     async def events(self) -> AsyncGenerator[Delta | Finished, None]:
         """Deltas, then `Finished`. Raises `RequestError`."""
-        prefill: asyncio.Task[None] | None = None
         try:
-            need = self._need()
-            admitted = self._context.admission.admit(self._request.priority, lambda: self._reserve(need))
-            placed = self._placed = await self._in_time(admitted)
-            placed.decode.inboxes[placed.lease.generation] = self._inbox
-            self._moment("reserved", placed.decode)
+            await self._in_time(self._attempt.begin())
             self.stage = "PREFILL"
-            prefill = asyncio.create_task(self._prefill(placed, need))
             while self._output.finish_reason is None:
-                delta = self._digest(await self._in_time(self._inbox.take()))
+                news = await self._in_time(self._attempt.inbox.take())
+                if isinstance(news[0], WorkerLost):
+                    await self._in_time(self._recover(news[0]))
+                    continue
+                delta = self._digest(news)
                 if delta.token_ids or delta.text:
                     yield delta
             self._moment("finished")
@@ -92,10 +81,10 @@ class Lifecycle:
                 len(self._request.prompt_token_ids),
                 self._output.num_output_tokens,
                 sorted(self.moments, key=lambda m: m.at_s),
-                self._num_cached_tokens,
+                self._num_cached_tokens or 0,
             )
         finally:
-            self._let_go(prefill)
+            self._attempt.let_go()
 
     async def _in_time(self, awaited: Awaitable[T]) -> T:
         # Around each wait, never around a yield: a time-out there would strike the reader's own await.
@@ -105,82 +94,13 @@ class Lifecycle:
         except TimeoutError:
             raise DeadlineExceeded(f"deadline exceeded in stage {self.stage}") from None
 
-    def _need(self) -> Need:
-        # While no worker is there `rank` says so, whatever the need is.
-        block_size = self._context.registry.block_size() or 1
-        num_prompt_tokens = len(self._request.prompt_token_ids)
-        return Need(
-            num_prompt_tokens=num_prompt_tokens,
-            num_prompt_blocks=blocks_for(num_prompt_tokens, block_size),
-            num_max_blocks=blocks_for(num_prompt_tokens + self._request.max_tokens, block_size),
-        )
-
-    async def _reserve(self, need: Need) -> Placed | None:
-        """Asks the decode workers in order of placement. None: no room anywhere now."""
-        for prefill, decode in self._context.registry.rank(need, self._prompt):
-            response = None
-            try:
-                response = await self._calls.reserve(decode)
-            finally:
-                # Cancelled or unanswered, it may have been done all the same.
-                if response is None:
-                    self._context.in_background(self._calls.release(decode))
-            if response is not None and response.HasField("lease"):
-                decode.num_requests += 1
-                decode.num_dispatched_blocks += need.num_prompt_blocks - response.num_held_blocks
-                return Placed(prefill, decode, response.lease, response.num_held_blocks)
-        return None
-
-    async def _prefill(self, placed: Placed, need: Need) -> None:
-        """Runs the prompt on P, or on another one where P's queue is full; the news go to the inbox."""
-        prefill: Worker | None = placed.prefill
-        tried: set[str] = set()
-        while prefill is not None:
-            try:
-                await self._call_prefill(prefill, placed)
-                return
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    # Once D decodes it has all it needs, and only the word of it was lost.
-                    if self.stage != "DECODE":
-                        self._inbox.put(prefill_error(prefill, error))
-                    return
-            tried.add(prefill.worker_id)
-            registry = self._context.registry
-            prefill = registry.best_prefill(placed.decode.group, need, self._prompt, tried)
-        self._inbox.put(
-            Overloaded("the queue of every prefill worker is full", self._context.admission.retry_after_s())
-        )
-
-    async def _call_prefill(self, prefill: Worker, placed: Placed) -> None:
-        # What the worker will have to compute, as far as is known.
-        num_tokens = self._prompt.num_tokens - prefill.num_cached_tokens(self._prompt)
-        prefill.num_requests += 1
-        prefill.num_dispatched_tokens += num_tokens
-        sent_s = self._now_s()
-        try:
-            async for response in self._calls.prefill(placed, prefill):
-                if response.HasField("first_token"):
-                    prefill.num_dispatched_tokens -= num_tokens
-                    num_tokens = 0
-                    self._note_prefill(prefill, sent_s, response.first_token)
-                    self._inbox.put(response.first_token)
-                else:
-                    self._moment("transfer_ended", prefill, sent_s + response.handed_off.transfer_ended_s)
-        finally:
-            prefill.num_requests -= 1
-            prefill.num_dispatched_tokens -= num_tokens
-
-    def _note_prefill(self, prefill: Worker, sent_s: float, first: prefill_pb2.FirstToken) -> None:
-        """P tells its moments as seconds since the call arrived, so that no two clocks are compared."""
-        self._moment("prefill_started", prefill, sent_s + first.prefill_started_s)
-        if first.transfer_started_s:
-            self._moment("transfer_started", prefill, sent_s + first.transfer_started_s)
-        self._moment("first_token", prefill, sent_s + first.first_token_s)
-
     def _digest(self, news: list[News]) -> Delta:
-        """Takes what has come; gives what the client is to see of it."""
+        """Takes what has come; gives what the client is to see of it. Raises the error that is first."""
         for item in news:
+            if isinstance(item, WorkerLost):
+                # What came before it is the client's first.
+                self._attempt.inbox.put(item)
+                break
             if isinstance(item, RequestError):
                 raise item
             if isinstance(item, NewToken):
@@ -191,43 +111,63 @@ class Lifecycle:
                 self._take_end(item)
         # D's tokens may overtake the first one, which comes from P.
         tokens: list[NewToken] = []
-        while (token := self._early.pop(self._num_tokens, None)) is not None:
-            if self._num_tokens == 1:
+        while (token := self._early.pop(len(self._token_ids), None)) is not None:
+            if not self._attempt.is_decoding and token.index > self._attempt.num_known_tokens:
                 self.stage = "DECODE"
-                assert self._placed is not None
-                self._moment("decode_started", self._placed.decode)
-            self._num_tokens += 1
+                self._attempt.is_decoding = True
+                self._moment("decode_started", self._decode)
+            self._token_ids.append(token.token_id)
             tokens.append(token)
         return self._output.push(
             [t.token_id for t in tokens],
             [_logprobs(t) for t in tokens if t.logprobs is not None],
-            self._ended if self._num_tokens else None,
+            self._ended if len(self._token_ids) > self._attempt.num_known_tokens else None,
         )
 
     def _take_first(self, first: prefill_pb2.FirstToken) -> None:
         logprobs = first.logprobs if first.HasField("logprobs") else None
-        self._early[0] = NewToken(0, first.token_id, logprobs)
-        self._num_cached_tokens = first.num_cached_tokens
+        index = self._attempt.num_known_tokens
+        self._early[index] = NewToken(index, first.token_id, logprobs)
+        # A recovery finds other things cached, which is not the client's affair.
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = first.num_cached_tokens
         self.stage = "HANDOFF"
         self._ended = _REASONS.get(first.finish_reason, self._ended)
 
     def _take_end(self, ended: registry_pb2.Ended) -> None:
-        self._decode_has_ended = True
+        self._attempt.decode_has_ended = True
         if ended.error:
-            assert self._placed is not None
-            raise WorkerFailed(f"{self._placed.decode.worker_id}: {ended.error}")
+            raise WorkerFailed(f"{self._decode.worker_id}: {ended.error}")
         self._ended = _REASONS[ended.finish_reason]
 
-    def _let_go(self, prefill: "asyncio.Task[None] | None") -> None:
-        if prefill is not None:
-            prefill.cancel()
-        if self._placed is None:
-            return
-        decode = self._placed.decode
-        decode.num_requests -= 1
-        decode.inboxes.pop(self._placed.lease.generation, None)
-        if not self._decode_has_ended:
-            self._context.in_background(self._calls.release(decode))
+    async def _recover(self, loss: WorkerLost) -> None:
+        """Carries on elsewhere, from the tokens so far. Raises `Unavailable` where that has no end."""
+        self._attempt.let_go()
+        self._losses.append(len(self._token_ids))
+        where = f"in stage {self.stage} after {len(self._token_ids)} tokens"
+        if self._losses.count(self._losses[-1]) >= MAX_LOSSES_AT_ONE_TOKEN:
+            raise Unavailable(f"{loss}; {len(self._losses)} workers were lost {where}, it may be the request")
+        if len(self._losses) > MAX_RECOVERIES:
+            raise Unavailable(f"{loss}; gave up {where}, after {MAX_RECOVERIES} recoveries")
+        logger.warning("%s carries on elsewhere, %s: %s", self._request.request_id, where, loss)
+        self._context.recovered()
+        self._early.clear()
+        self._ended = None
+        self._attempt = self._new_attempt(len(self._losses))
+        self.stage = "RECOVERY"
+        try:
+            await self._attempt.begin()
+        except Overloaded as error:
+            raise Unavailable(f"{loss}; no other workers could carry on: {error}") from error
+        self.stage = "PREFILL"
+
+    def _new_attempt(self, number: int) -> Attempt:
+        return Attempt(self._context, self._request, number, list(self._token_ids), self._moment)
+
+    @property
+    def _decode(self) -> Worker:
+        assert self._attempt.placed is not None
+        return self._attempt.placed.decode
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

@@ -26,6 +26,11 @@ class Metrics:
         self._output_tokens = Counter(
             "kvferry_output_tokens", "Tokens sent to clients.", registry=self._registry
         )
+        self._recoveries = Counter(
+            "kvferry_recoveries",
+            "Requests that carried on after the loss of a worker.",
+            registry=self._registry,
+        )
         self._moments = Histogram(
             "kvferry_moment_seconds",
             "Seconds from a request's arrival to each moment of its life; first_token is TTFT.",
@@ -45,6 +50,10 @@ class Metrics:
     def sent(self, num_tokens: int) -> None:
         """Tokens went to a client."""
         self._output_tokens.inc(num_tokens)
+
+    def recovered(self) -> None:
+        """A request carries on after it has lost a worker."""
+        self._recoveries.inc()
 
     def ended(self, outcome: str, moments: Iterable[Moment]) -> None:
         """A request ended: "stop", "length", "cancelled" or the error's name."""

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 
 from kvferry.v1 import common_pb2, registry_pb2
-from router.errors import InvalidRequest, Unavailable
+from router.errors import InvalidRequest, Unavailable, WorkerLost
 from router.prefix_index import PromptBlocks
 from router.worker import Worker, group_of
 from rpc.channel import Channels
@@ -42,13 +42,17 @@ class Registry:
         return worker
 
     def remove(self, worker: Worker, why: str) -> None:
-        """Forgets a worker whose stream has ended, and ends its requests. Harmless when repeated."""
+        """Forgets a worker whose stream has ended; its requests are told. Harmless when repeated."""
         if self._workers.get(worker.worker_id) is not worker:
             return
         del self._workers[worker.worker_id]
         logger.warning("%s left: %s", worker.worker_id, why)
+        worker.lost = why
+        worker.news_for_it.set()
         for inbox in worker.inboxes.values():
-            inbox.put(Unavailable(f"decode worker {worker.worker_id} was lost: {why}"))
+            inbox.put(WorkerLost(f"decode worker {worker.worker_id} was lost: {why}"))
+        for call in worker.calls:
+            call.cancel()
         self._update_standings()
 
     def report(self, worker: Worker, load: registry_pb2.LoadReport) -> None:

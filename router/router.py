@@ -109,6 +109,10 @@ class Router:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    def recovered(self) -> None:
+        """Counts a request that carries on after it has lost a worker."""
+        self._metrics.recovered()
+
     async def close(self) -> None:
         """Lets what runs in the background end; then drops the connections to the workers."""
         await asyncio.gather(*self._background, return_exceptions=True)

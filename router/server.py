@@ -30,8 +30,12 @@ from rpc.server import GrpcServer
 
 logger = logging.getLogger(__name__)
 
-# Several heartbeats: a worker that says nothing for so long is gone, though its connection may stand.
-SILENCE_S = 5.0
+# Four heartbeats: a worker that says nothing for so long is gone, though its connection may stand. Its
+# requests carry on elsewhere; when it was only slow it joins again.
+SILENCE_S = 0.8
+LISTEN_S = 0.1
+# A registration follows the call at once.
+REGISTRATION_TIMEOUT_S = 5.0
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -116,15 +120,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         request_iterator: AsyncIterator[registry_pb2.JoinRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[registry_pb2.JoinResponse]:
-        first = await _next(request_iterator)
-        if not first.HasField("registration") or not first.registration.worker_id:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be first, with a worker_id")
-        worker = self._router.registry.add(first.registration)
-        listening = asyncio.create_task(self._listen(worker, request_iterator))
-        listening.add_done_callback(lambda _: worker.news_for_it.set())
+        worker = self._router.registry.add(await _registration(request_iterator))
+        tasks = [
+            asyncio.create_task(self._listen(worker, request_iterator)),
+            asyncio.create_task(_silence(worker)),
+        ]
+        for task in tasks:
+            task.add_done_callback(lambda _: worker.news_for_it.set())
         why = "it closed its stream"
         try:
-            while not listening.done():
+            while not (worker.lost or any(task.done() for task in tasks)):
                 worker.news_for_it.clear()
                 response = registry_pb2.JoinResponse(
                     router_id=self._router.router_id,
@@ -134,32 +139,47 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 worker.has_lost_blocks = False
                 yield response
                 await worker.news_for_it.wait()
-            why = listening.result()
+            why = next((task.result() for task in tasks if task.done()), worker.lost)
         finally:
-            listening.cancel()
+            for task in tasks:
+                task.cancel()
             self._router.registry.remove(worker, why)
 
     async def _listen(self, worker: Worker, messages: AsyncIterator[registry_pb2.JoinRequest]) -> str:
-        """Takes a worker's reports and tokens until it falls silent; returns why it ended."""
-        while True:
-            try:
-                message = await _next(messages)
-            except Refused as refused:
-                return str(refused)
+        """Takes a worker's reports and tokens until its stream ends; returns why it did."""
+        async for message in messages:
+            worker.num_messages += 1
             if message.HasField("load"):
                 self._router.registry.report(worker, message.load)
             elif message.HasField("step"):
                 worker.take_step(message.step)
+        return "it closed its stream"
 
 
-async def _next(messages: AsyncIterator[registry_pb2.JoinRequest]) -> registry_pb2.JoinRequest:
+async def _registration(messages: AsyncIterator[registry_pb2.JoinRequest]) -> registry_pb2.Registration:
     try:
-        async with asyncio.timeout(SILENCE_S):
-            return await anext(messages)
+        async with asyncio.timeout(REGISTRATION_TIMEOUT_S):
+            first = await anext(messages)
     except TimeoutError:
-        raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, f"it said nothing for {SILENCE_S:g} s") from None
+        raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "registration: none came") from None
     except StopAsyncIteration:
         raise Refused(grpc.StatusCode.CANCELLED, "it closed its stream") from None
+    if not first.HasField("registration") or not first.registration.worker_id:
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be first, with a worker_id")
+    return first.registration
+
+
+async def _silence(worker: Worker) -> str:
+    """Returns when a worker has said nothing for `SILENCE_S`.
+
+    Counts its own rounds, not the time: when this process was held up, messages may wait to be read.
+    """
+    num_rounds = 0
+    while num_rounds * LISTEN_S < SILENCE_S:
+        num_messages = worker.num_messages
+        await asyncio.sleep(LISTEN_S)
+        num_rounds = num_rounds + 1 if worker.num_messages == num_messages else 0
+    return f"it said nothing for {SILENCE_S:g} s"
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):

@@ -18,6 +18,9 @@ class Worker:
 
     Work is counted from its dispatch, because a report is up to a heartbeat old: placement would else send
     a whole burst to the worker that was idle when it last reported.
+
+    inboxes: of the requests that it decodes, by generation. calls: those to it that run and must not be
+    waited for once it is lost. lost: why it is; empty while it is not. num_messages: heard from it so far.
     """
 
     registration: registry_pb2.Registration
@@ -29,6 +32,9 @@ class Worker:
     num_dispatched_tokens: int = 0
     num_dispatched_blocks: int = 0
     inboxes: dict[int, Inbox] = field(default_factory=dict)
+    calls: set[Any] = field(default_factory=set)
+    lost: str = ""
+    num_messages: int = 0
     has_lost_blocks: bool = False
     news_for_it: asyncio.Event = field(default_factory=asyncio.Event)
     index: PrefixIndex = field(init=False)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/decode.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xb9\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\"\x80\x01\n\x0fReserveResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.LeaseH\x00\x12%\n\x07no_room\x18\x02 \x01(\x0b\x32\x12.kvferry.v1.NoRoomH\x00\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\rB\t\n\x07outcome\"4\n\x06NoRoom\x12\x15\n\rneeded_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\"%\n\x0eReleaseRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse2\x97\x01\n\rDecodeService\x12\x42\n\x07Reserve\x12\x1a.kvferry.v1.ReserveRequest\x1a\x1b.kvferry.v1.ReserveResponse\x12\x42\n\x07Release\x12\x1a.kvferry.v1.ReleaseRequest\x1a\x1b.kvferry.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvferry/v1/decode.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xd3\x01\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\"\x80\x01\n\x0fReserveResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.LeaseH\x00\x12%\n\x07no_room\x18\x02 \x01(\x0b\x32\x12.kvferry.v1.NoRoomH\x00\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\rB\t\n\x07outcome\"4\n\x06NoRoom\x12\x15\n\rneeded_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\"%\n\x0eReleaseRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x11\n\x0fReleaseResponse2\x97\x01\n\rDecodeService\x12\x42\n\x07Reserve\x12\x1a.kvferry.v1.ReserveRequest\x1a\x1b.kvferry.v1.ReserveResponse\x12\x42\n\x07Release\x12\x1a.kvferry.v1.ReleaseRequest\x1a\x1b.kvferry.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.v1.decode_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RESERVEREQUEST']._serialized_start=65
-  _globals['_RESERVEREQUEST']._serialized_end=250
-  _globals['_RESERVERESPONSE']._serialized_start=253
-  _globals['_RESERVERESPONSE']._serialized_end=381
-  _globals['_NOROOM']._serialized_start=383
-  _globals['_NOROOM']._serialized_end=435
-  _globals['_RELEASEREQUEST']._serialized_start=437
-  _globals['_RELEASEREQUEST']._serialized_end=474
-  _globals['_RELEASERESPONSE']._serialized_start=476
-  _globals['_RELEASERESPONSE']._serialized_end=493
-  _globals['_DECODESERVICE']._serialized_start=496
-  _globals['_DECODESERVICE']._serialized_end=647
+  _globals['_RESERVEREQUEST']._serialized_end=276
+  _globals['_RESERVERESPONSE']._serialized_start=279
+  _globals['_RESERVERESPONSE']._serialized_end=407
+  _globals['_NOROOM']._serialized_start=409
+  _globals['_NOROOM']._serialized_end=461
+  _globals['_RELEASEREQUEST']._serialized_start=463
+  _globals['_RELEASEREQUEST']._serialized_end=500
+  _globals['_RELEASERESPONSE']._serialized_start=502
+  _globals['_RELEASERESPONSE']._serialized_end=519
+  _globals['_DECODESERVICE']._serialized_start=522
+  _globals['_DECODESERVICE']._serialized_end=673
 # @@protoc_insertion_point(module_scope)

@@ -9,13 +9,17 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode_worker.worker import DecodeWorker
-from engine.engine import Engine
+from engine.engine import Chunk, Engine, SampledToken
 from engine.fake import FakeEngine
+from engine.finish import finish_reason
+from engine.torch_engine import TorchEngine
 from kvferry import models
-from kvferry.client import AsyncClient
-from kvferry.config import DecodeConfig, PrefillConfig, RouterConfig
+from kvferry.client import AsyncClient, SamplingParams
+from kvferry.config import DecodeConfig, EngineConfig, PrefillConfig, RouterConfig
 from kvferry.v1 import admin_pb2, admin_pb2_grpc
 from prefill_worker.worker import PrefillWorker
 from router.http import HttpServer, build_app
@@ -24,6 +28,37 @@ from router.server import build_server
 
 HOST = "127.0.0.1"
 MODEL = "tiny"
+
+PROMPT = [45, 300, 12, 7, 77, 130, 299, 8, 45, 300, 12, 7, 200, 201, 202]
+END_TOKEN = 2
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 1.3},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"temperature": 0.0, "repetition_penalty": 1.8},
+    "presence_penalty": {"temperature": 0.0, "presence_penalty": 1.5},
+    "frequency_penalty": {"temperature": 0.0, "frequency_penalty": 1.5},
+    "logit_bias": {"logit_bias": {17: 8.0, 23: -100.0}},
+    "stop_token_ids": {"stop_token_ids": list(range(0, 400, 9))},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": list(range(0, 400, 7))},
+    "max_tokens 1": {"max_tokens": 1},
+    "ends allowed": {"ignore_eos": False, "logit_bias": {END_TOKEN: 6.0}},
+    "everything": {
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": {5: 2.0},
+        "min_tokens": 4,
+        "stop_token_ids": [11, 13],
+    },
+}
 
 
 class System:
@@ -155,3 +190,70 @@ async def start_system(byte_level_dir: Path) -> AsyncIterator[Callable[..., Any]
             return system
 
         yield start
+
+
+class TinyModel:
+    """A random float32 Llama with the test tokenizer, and what one engine alone makes of a prompt."""
+
+    prompt = PROMPT
+
+    def __init__(self, model_dir: Path) -> None:
+        self.model_dir = model_dir
+        self.settings = {"model_dir": model_dir, "make_engine": self.make_engine}
+        self._engine = self.make_engine(model_dir, "both")
+
+    @staticmethod
+    def make_engine(model_dir: Path, role: str, **settings: object) -> TorchEngine:
+        """An engine of it."""
+        defaults = {"dtype": "float32", "block_size": 4, "num_blocks": 64, "num_threads": 1}
+        return TorchEngine.load(EngineConfig(**defaults | settings), model_dir)
+
+    def generate(self, sampling: SamplingParams) -> list[SampledToken]:
+        """The plainest loop there is: one sequence, one step a token."""
+        tokens, output, start = list(PROMPT), [], 0
+        while True:
+            chunk = Chunk(tokens, start, len(tokens), list(range(60)), len(PROMPT), sampling)
+            (token,) = self._engine.step([chunk])
+            start = len(tokens)
+            tokens.append(token.token_id)
+            output.append(token)
+            if finish_reason(
+                sampling,
+                self._engine.info.eos_token_ids,
+                token_id=token.token_id,
+                num_output_tokens=len(output),
+                num_tokens=len(tokens),
+                max_context_tokens=256,
+            ):
+                return output
+
+
+@pytest.fixture(params=OPTIONS)
+def option(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The fields of each sampling option."""
+    return OPTIONS[request.param]
+
+
+@pytest.fixture(scope="module")
+def tiny(byte_level_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model on disk, and one engine of it."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    for file in byte_level_dir.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=402,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        # Wide enough that no two tokens are near a tie.
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=END_TOKEN,
+        pad_token_id=END_TOKEN,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return TinyModel(folder)
