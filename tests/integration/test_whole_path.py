@@ -375,35 +375,6 @@ async def test_a_deadline_ends_the_request_and_names_the_stage(start_system, whe
     await system.all_free()
 
 
-async def test_a_lost_decode_worker_is_an_error_at_once_and_prefill_is_freed(start_system):
-    system = await start_system(1, 2, decode={"engine": {"step_time_s": 0.02}})
-    generation = system.client.generate(PROMPT, greedy(200))
-    for _ in range(3):
-        await anext(generation)
-    busy = next(n for n in ("decode-0", "decode-1") if system.workers[n].loop.requests)
-    await system.stop(busy)
-    with pytest.raises(Unavailable, match=busy):
-        async with asyncio.timeout(2):
-            await generation.wait()
-    result = await system.client.generate(PROMPT, greedy(5)).wait()
-    assert list(result.token_ids) == expected_output(PROMPT, 5, vocabulary(system))
-    await system.all_free()
-
-
-async def test_a_lost_prefill_worker_is_an_error_and_decode_is_freed(start_system):
-    system = await start_system(2, 1, prefill={"max_step_tokens": 8, "engine": {"step_time_s": 0.05}})
-    generation = asyncio.create_task(system.client.generate([3] * 100, greedy(5)).wait())
-    while not (busy := [n for n, w in system.workers.items() if n.startswith("prefill") and w.loop.jobs]):
-        await asyncio.sleep(0.005)
-    await system.stop(busy[0])
-    with pytest.raises(Exception, match=busy[0]):
-        async with asyncio.timeout(3):
-            await generation
-    result = await system.client.generate(PROMPT, greedy(5)).wait()
-    assert list(result.token_ids) == expected_output(PROMPT, 5, vocabulary(system))
-    await system.all_free()
-
-
 async def test_a_lost_router_frees_its_requests_on_the_workers(start_system):
     system = await start_system(decode={"engine": {"step_time_s": 0.02}})
     generation = system.client.generate(PROMPT, greedy(200))
