@@ -157,11 +157,14 @@ class DecodeLoop:
             reservation = self.reservations.get(work.sequence.request_id)
             if reservation is not None and reservation.state is ReservationState.COMPLETE:
                 reservation.state = ReservationState.RUNNING
+        now = asyncio.get_running_loop().time
+        began_s = now()
         results = await self._steps.run(
             scheduled, lambda request_id: self.requests[request_id].sampling, self.scheduler.shrink
         )
         if results is None:
             return
+        self.scheduler.observe(now() - began_s)
         self.counters["steps"] += 1
         for work, result in zip(scheduled, results, strict=True):
             self._advance(work, result)

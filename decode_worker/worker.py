@@ -31,7 +31,11 @@ class DecodeWorker:
         allocator = BlockAllocator(engine.cache.num_blocks)
         feeds = BlockFeeds(allocator.cache, engine.cache.num_blocks)
         scheduler = DecodeScheduler(
-            allocator, shape.block_size, config.max_batch_size, config.max_step_tokens
+            allocator,
+            shape.block_size,
+            config.max_batch_size,
+            config.max_step_tokens,
+            config.step_target_s,
         )
         reservations = ReservationTable(epoch)
         streams = TokenStreams(lambda router_id: self._host.membership.notify(router_id))

@@ -104,7 +104,12 @@ class PrefillConfig(_Pool):
 class DecodeConfig(_Pool):
     """The decode pool."""
 
-    max_batch_size: PositiveInt = Field(64, description="Sequences decoded in one step.")
+    max_batch_size: PositiveInt = Field(64, description="Sequences decoded in one step, at most.")
+    step_target_s: PositiveFloat | None = Field(
+        None,
+        description="How long a decode step should take: the batch grows by one while steps are quicker, and "
+        "halves when one is not. By default the batch is always as large as `max_batch_size` lets it be.",
+    )
 
 
 class RouterConfig(_Settings):

@@ -7,8 +7,11 @@
 Every step takes the running sequences in the order of their rank: higher priority first, then older.
 Each grows by the block that its next token needs. When none is available, the lowest-ranked running
 sequence is preempted: it loses its blocks, and keeps its tokens. When enough blocks are available again it
-resumes and recomputes what has been evicted since, in chunks beside the decode rows. So the highest-ranked
-running sequence advances in every step, and all finish.
+resumes and recomputes what has been evicted since, in chunks beside the decode rows. So a running sequence
+advances in every step, and all finish.
+
+A step decodes as many rows as the batch limit lets it, by rank. Who is left out MAX_PASSED_OVER times goes
+before the others once, so that a low priority advances however many high ones there are.
 
 Full blocks are published: sequences that begin alike share them. A token goes to the block after the last
 full one, which is its sequence's own, so no shared block is ever written.
@@ -20,6 +23,7 @@ from collections import abc
 from dataclasses import dataclass
 
 from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.batch_limit import BatchLimit
 from scheduling.sequence import Scheduled, Sequence, blocks_for
 from scheduling.step_limit import MIN_STEP_TOKENS, StepLimit
 
@@ -30,6 +34,13 @@ _MAX_HELD_BATCHES = 2
 # At most one part in so many of the blocks is kept back for growth. In simulated overload that lets as
 # few sequences be preempted soon after they resume as no bound does; half as much lets many.
 _WATERMARK_SHARE = 8
+
+# Steps that may go by without a sequence that could decode. A low class so keeps a seventeenth of its
+# pace, which shows that it lives; and the others hardly notice.
+MAX_PASSED_OVER = 16
+
+# Those that were left out so often get at most one part in so many of the batch, but at least one row.
+_PASSED_OVER_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +62,28 @@ class DecodePlan:
 class DecodeScheduler:
     """Shares a decode worker's blocks and steps among its sequences.
 
-    Not thread-safe. The loop: `schedule`, run the step, then `advance` each row.
+    Not thread-safe. The loop: `schedule`, run the step, then `advance` each row, and `observe` how long the
+    step took.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, max_batch_size: int, max_step_tokens: int
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        max_batch_size: int,
+        max_step_tokens: int,
+        step_target_s: float | None = None,
     ) -> None:
-        """max_batch_size: decode rows of a step. max_step_tokens: its rows and recomputed tokens."""
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be at least 1, not {max_batch_size}")
+        """max_batch_size: decode rows of a step. max_step_tokens: its rows and recomputed tokens.
+
+        step_target_s: how long a step of decode rows should take at most; the batch then adapts to it.
+        """
         self._allocator = allocator
         self._total = allocator.counts.total
         self._block_size = block_size
-        self._max_batch_size = max_batch_size
+        self._batch = BatchLimit(max_batch_size, step_target_s)
         self._limit = StepLimit(max_step_tokens)
+        self._num_rows = self._num_chunks = 0  # Of the last step.
         self._running: dict[str, Sequence] = {}
         self._preempted: dict[str, Sequence] = {}
 
@@ -77,6 +96,11 @@ class DecodeScheduler:
     def num_preempted(self) -> int:
         """Sequences that wait for blocks to resume."""
         return len(self._preempted)
+
+    @property
+    def batch_limit(self) -> int:
+        """Decode rows that a step may have now."""
+        return self._batch.size
 
     @property
     def has_work(self) -> bool:
@@ -97,7 +121,7 @@ class DecodeScheduler:
         if request_id in self._preempted or self._allocator.holds(request_id):
             raise KeyError(f"{request_id} is here already")
         num_blocks = blocks_for(num_prompt_tokens + 1, self._block_size)
-        if self._preempted or self._allocator.num_owners >= _MAX_HELD_BATCHES * self._max_batch_size:
+        if self._preempted or self._allocator.num_owners >= _MAX_HELD_BATCHES * self._batch.size:
             return None
         if not self._has_room(num_blocks, hashes):
             return None
@@ -130,6 +154,7 @@ class DecodeScheduler:
         rows, preempted = self._decode_rows()
         self._resume()
         chunks = self._recompute_chunks(num_rows=len(rows))
+        self._num_rows, self._num_chunks = len(rows), len(chunks)
         return DecodePlan(rows + chunks, preempted, outgrown)
 
     def advance(self, scheduled: Scheduled, token_id: int | None) -> None:
@@ -164,17 +189,19 @@ class DecodeScheduler:
         """
         return self._limit.shrink()
 
+    def observe(self, step_s: float) -> None:
+        """The last step ran and took so long. One that recomputed too says nothing of the batch's size."""
+        if not self._num_chunks:
+            self._batch.observe(self._num_rows, step_s)
+
     def _decode_rows(self) -> tuple[list[Scheduled], list[Sequence]]:
         ranked = sorted(self._running.values(), key=lambda sequence: sequence.rank)
         rows: list[Scheduled] = []
         preempted: list[Sequence] = []
-        position = 0
         # `ranked` loses victims at its end meanwhile: all of them rank below the rows so far.
-        while position < len(ranked) and len(rows) < self._max_batch_size:
-            sequence = ranked[position]
-            position += 1
-            if sequence.remaining != 1:
-                continue
+        for sequence in self._batch_of([each for each in ranked if each.remaining == 1]):
+            if sequence.request_id not in self._running:
+                break  # A victim, and so are all that rank lower.
             while not self._grow(sequence):
                 victim = ranked.pop()
                 self._preempt(victim)
@@ -184,6 +211,19 @@ class DecodeScheduler:
             else:
                 rows.append(Scheduled(sequence, sequence.num_computed, len(sequence.tokens)))
         return rows, preempted
+
+    def _batch_of(self, ready: list[Sequence]) -> list[Sequence]:
+        """Which of those that could decode do, by rank: the first ones, and who was passed over for long."""
+        size = self._batch.size
+        overdue = [each for each in ready[size:] if each.num_passed_over >= MAX_PASSED_OVER]
+        overdue.sort(key=lambda each: -each.num_passed_over)
+        overdue = overdue[: max(1, size // _PASSED_OVER_SHARE)]
+        first = ready[: size - len(overdue)]
+        for each in ready:
+            each.num_passed_over += 1
+        for each in first + overdue:
+            each.num_passed_over = 0
+        return first + sorted(overdue, key=lambda each: each.rank)
 
     def _grow(self, sequence: Sequence) -> bool:
         num_lacking = self._num_blocks(sequence) - len(sequence.block_table)

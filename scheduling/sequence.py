@@ -17,6 +17,7 @@ class Sequence:
     block_table: its blocks in order; entry i holds tokens i * block_size and following.
     num_computed: tokens whose KV is in the cache, from the first.
     hashes: names its full blocks; None where they are shared with nobody.
+    num_passed_over: decode steps that had no row for it since its last.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     hashes: BlockHashes | None = None
+    num_passed_over: int = 0
 
     @property
     def num_output_tokens(self) -> int:

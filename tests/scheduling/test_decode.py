@@ -4,7 +4,7 @@ import pytest
 
 from scheduling.allocator import BlockAllocator, BlockState
 from scheduling.block_hash import BlockHashes
-from scheduling.decode import DecodeScheduler
+from scheduling.decode import MAX_PASSED_OVER, DecodeScheduler
 from scheduling.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -13,9 +13,11 @@ BLOCK_SIZE = 4
 class Worker:
     """A decode worker's loop without an engine: token n of an output is n."""
 
-    def __init__(self, num_blocks=100, max_batch_size=8, max_step_tokens=64):
+    def __init__(self, num_blocks=100, max_batch_size=8, max_step_tokens=64, step_target_s=None):
         self.allocator = BlockAllocator(num_blocks)
-        self.scheduler = DecodeScheduler(self.allocator, BLOCK_SIZE, max_batch_size, max_step_tokens)
+        self.scheduler = DecodeScheduler(
+            self.allocator, BLOCK_SIZE, max_batch_size, max_step_tokens, step_target_s
+        )
 
     def admit(self, request_id, num_prompt_tokens, *, at=0.0, priority=0):
         table = self.scheduler.reserve(request_id, num_prompt_tokens)
@@ -171,6 +173,80 @@ class TestRows:
         worker.admit("a", 2)
         worker.scheduler.advance(row, 1)
         assert sequence.tokens == [0, 0, 0]
+
+
+class TestBatchLimit:
+    def slow_worker(self, **options):
+        worker = Worker(max_batch_size=8, step_target_s=0.05, **options)
+        for index in range(8):
+            worker.admit(str(index), 1, at=index)
+        return worker
+
+    def test_a_step_that_was_too_slow_halves_the_batch_and_quick_ones_bring_it_back(self):
+        worker = self.slow_worker()
+        sizes = []
+        for step_s in (0.06, 0.04, 0.04, 0.06, 0.04):
+            sizes.append(len(worker.step()[0]))
+            worker.scheduler.observe(step_s)
+        assert sizes == [8, 4, 5, 6, 3]
+        assert worker.scheduler.batch_limit == 4
+
+    def test_newcomers_are_held_for_two_batches_of_the_size_that_runs(self):
+        worker = self.slow_worker()
+        for _ in range(3):
+            worker.step()
+            worker.scheduler.observe(0.06)
+        assert worker.scheduler.batch_limit == 1
+        for name in "234567":
+            worker.end(name)
+        assert worker.scheduler.reserve("new", 1) is None
+        worker.end("1")
+        assert worker.scheduler.reserve("new", 1)
+
+    def test_a_step_that_recomputed_says_nothing_of_the_batch(self):
+        worker = self.slow_worker(num_blocks=60)
+        worker.scheduler._preempt(worker.scheduler._running["7"])
+        assert worker.step()[0]["7"] == (0, 2)
+        worker.scheduler.observe(1.0)
+        assert worker.scheduler.batch_limit == 8
+
+    def test_running_ones_keep_their_rows(self):
+        worker = self.slow_worker()
+        worker.step()
+        worker.scheduler.observe(0.06)
+        for _ in range(MAX_PASSED_OVER):
+            assert list(worker.step()[0]) == ["0", "1", "2", "3"]
+
+    def test_who_is_left_out_for_long_has_a_row_though_it_ranks_low(self):
+        worker = Worker(num_blocks=1000, max_batch_size=4)
+        for index in range(4):
+            worker.admit(f"high {index}", 1, at=10 + index, priority=1)
+        low = [worker.admit(name, 1, at=at, priority=0) for at, name in enumerate(["old", "young"])]
+        batches = [set(worker.step()[0]) for _ in range(6 * (MAX_PASSED_OVER + 2))]
+        # The lowest of the high gives way, in one step of many.
+        turns = [sum(name in batch for batch in batches) for name in ("high 0", "high 3", "old", "young")]
+        assert turns == [len(batches), len(batches) - 12, 6, 6]
+        assert [sequence.num_output_tokens for sequence in low] == [1 + 6, 1 + 6]
+        assert all(len(batch) == 4 for batch in batches)
+
+    def test_a_batch_of_one_is_shared_too(self):
+        worker = Worker(max_batch_size=1)
+        worker.admit("high", 1, priority=1)
+        worker.admit("low", 1)
+        turns = [next(iter(worker.step()[0])) for _ in range(2 * (MAX_PASSED_OVER + 1))]
+        assert turns == 2 * (["high"] * MAX_PASSED_OVER + ["low"])
+
+    def test_a_low_one_whose_turn_it_is_gives_way_to_one_that_grows(self):
+        worker = Worker(num_blocks=3, max_batch_size=1)
+        worker.admit("high", 2, priority=1)
+        worker.admit("low", 5)
+        worker.scheduler._running["low"].num_passed_over = MAX_PASSED_OVER
+        assert worker.step()[0] == {"low": (5, 6)}
+        assert [worker.step() for _ in range(3)] == [
+            ({"high": (2, 3)}, []),
+            ({"high": (3, 4)}, []),
+            ({"high": (4, 5)}, ["low"]),
+        ]
 
 
 def crowded():

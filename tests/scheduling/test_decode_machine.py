@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduling.allocator import BlockAllocator, BlockState
 from scheduling.block_hash import BlockHashes
-from scheduling.decode import DecodeScheduler
+from scheduling.decode import MAX_PASSED_OVER, DecodeScheduler
 from scheduling.sequence import Sequence, blocks_for
 from scheduling.step_limit import MIN_STEP_TOKENS
 
@@ -40,11 +40,17 @@ class DecodeMachine(RuleBasedStateMachine):
         self.cache: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_requests = 0
 
-    @initialize(max_batch_size=st.integers(1, 6), max_step_tokens=st.sampled_from([1, 20, 100]))
-    def start(self, max_batch_size, max_step_tokens):
+    @initialize(
+        max_batch_size=st.integers(1, 6),
+        max_step_tokens=st.sampled_from([1, 20, 100]),
+        step_target_s=st.sampled_from([None, 1.0]),
+    )
+    def start(self, max_batch_size, max_step_tokens, step_target_s):
         self.max_batch_size = max_batch_size
         self.max_step_tokens = max_step_tokens
-        self.scheduler = DecodeScheduler(self.allocator, BLOCK_SIZE, max_batch_size, max_step_tokens)
+        self.scheduler = DecodeScheduler(
+            self.allocator, BLOCK_SIZE, max_batch_size, max_step_tokens, step_target_s
+        )
 
     @rule(requests=st.lists(REQUESTS, min_size=1, max_size=5))
     def arrive(self, requests):
@@ -123,6 +129,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 self.scheduler.shrink()
             else:
                 self.run(plan, cancelled)
+                self.scheduler.observe(data.draw(st.sampled_from([0.5, 1.5])))
             if cancelled is not None:
                 del self.admitted[cancelled.request_id]
                 self.allocator.free(cancelled.request_id)
@@ -155,6 +162,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def plan(self):
         before = {s.request_id for s in self.admitted.values() if s.block_table}
+        overdue = any(s.num_passed_over >= MAX_PASSED_OVER for s in self.admitted.values())
         plan = self.scheduler.schedule()
         assert not plan.outgrown
         rows = [row for row in plan.scheduled if row.is_last and row.end - row.start == 1]
@@ -163,24 +171,26 @@ class DecodeMachine(RuleBasedStateMachine):
             assert row.sequence is self.admitted[row.sequence.request_id]
             assert row.start == row.sequence.num_computed < row.end <= len(row.sequence.tokens)
         assert len({row.sequence.request_id for row in plan.scheduled}) == len(plan.scheduled)
-        assert len(rows) <= self.max_batch_size
+        assert len(rows) <= self.scheduler.batch_limit <= self.max_batch_size
         budget = max(self.max_step_tokens - len(rows), MIN_STEP_TOKENS)
         assert sum(chunk.end - chunk.start for chunk in chunks) <= budget
-        self.check_ranks(plan, rows, before)
+        self.check_ranks(plan, rows, before, overdue)
         # Nothing runs only where what is missing is reserved.
         assert plan.scheduled or not self.admitted or self.reserved
         return plan
 
-    def check_ranks(self, plan, rows, before):
+    def check_ranks(self, plan, rows, before, overdue):
         ranks = [row.sequence.rank for row in rows]
         assert ranks == sorted(ranks)
         scheduled = {row.sequence.request_id for row in plan.scheduled}
         ready = [s for s in self.admitted.values() if s.block_table and s.remaining == 1]
-        # Whoever is left out ranks below the whole batch, which is full.
+        # Whoever is left out ranks below the whole batch, which is full; but for the rows of the overdue.
         for sequence in ready:
-            if sequence.request_id not in scheduled:
-                assert len(rows) == self.max_batch_size
+            if sequence.request_id not in scheduled and not overdue:
+                assert len(rows) == self.scheduler.batch_limit
                 assert sequence.rank > ranks[-1]
+            # Others may be overdue too; each has its turn before it is passed over so often again.
+            assert sequence.num_passed_over <= MAX_PASSED_OVER + len(self.admitted)
         # Nobody lost blocks to one that ranks lower: all who still hold some rank higher.
         for victim in plan.preempted:
             assert victim.request_id in before
