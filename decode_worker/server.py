@@ -132,7 +132,9 @@ def audit(loop: DecodeLoop, allocator: BlockAllocator) -> admin_pb2.AuditRespons
     for request in loop.requests.values():
         reservation = loop.reservations.get(request.request_id)
         assert reservation is not None
-        states[request.request_id] = (reservation.state.name, request.arrived_s)
+        states[request.request_id] = reports.Held(
+            reservation.state.name, request.arrived_s, request.router_id
+        )
     return reports.audit(allocator, states)
 
 

@@ -1,5 +1,6 @@
 """The `kvferry` command."""
 
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ app.add_typer(model_app, name="model")
 
 _Address = Annotated[
     str, typer.Option(envvar="KVFERRY_ADDRESS", help="host:port of the router's gRPC server.")
+]
+
+_Addresses = Annotated[
+    list[str],
+    typer.Option(envvar="KVFERRY_ADDRESS", help="host:port of a router's gRPC server; may be repeated."),
 ]
 
 
@@ -119,6 +125,42 @@ def status(address: _Address = DEFAULT_ADDRESS) -> None:
 
     with _errors(), Client(address) as client:
         Console().print(pools_table(client.list_workers()))
+
+
+@app.command(epilog="Example:  kvferry audit --address 127.0.0.1:50051 --json")
+def audit(
+    address: _Addresses = [DEFAULT_ADDRESS],  # noqa: B006 - typer's way to give a default
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show what is held on every worker and router, by whom and since when, and check it.
+
+    Exits with 1 and names the culprits where anything is held by no live request for longer than a second.
+    With several routers over the same workers, name each: what belongs to others is shown, not checked.
+    """
+    from contextlib import ExitStack
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from kvferry.audit import SETTLE_S, settled
+    from kvferry.client import Client
+    from kvferry.tables import audit_table
+
+    with _errors(), ExitStack() as stack:
+        clients = [stack.enter_context(Client(one)) for one in address]
+        audits, culprits = settled(lambda: [client.audit() for client in clients], SETTLE_S)
+    if as_json:
+        found = {"routers": [asdict(a) for a in audits], "culprits": [asdict(c) for c in culprits]}
+        _write(json.dumps(found, indent=2) + "\n")
+    else:
+        Console().print(audit_table(audits))
+    for culprit in culprits:
+        name = f" {culprit.name}:" if culprit.name else ""
+        sys.stderr.write(f"kvferry: {culprit.where}:{name} {culprit.what}\n")
+    if culprits:
+        raise typer.Exit(1)
+    if not as_json:
+        _write("Nothing is held but by live requests.\n")
 
 
 @model_app.command(epilog="Example:  KVFERRY_CACHE=/data/kvferry kvferry model pull")

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import grpc
 
+from kvferry.audit import RouterAudit, to_router_audit
 from kvferry.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -215,6 +216,14 @@ class Client:
         except grpc.RpcError as error:
             raise from_rpc(error) from None
 
+    def audit(self, timeout_s: float = 10) -> RouterAudit:
+        """What the router's requests and its workers hold. Raises `KvferryError`."""
+        try:
+            request = admin_pb2.AuditDeploymentRequest()
+            return to_router_audit(self._admin.AuditDeployment(request, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+
     def close(self) -> None:
         """Cancels what still runs and closes the connection."""
         self._channel.close()
@@ -258,6 +267,14 @@ class AsyncClient:
         try:
             request = admin_pb2.ListWorkersRequest()
             return to_pools(await self._admin.ListWorkers(request, timeout=timeout_s))
+        except grpc.RpcError as error:
+            raise from_rpc(error) from None
+
+    async def audit(self, timeout_s: float = 10) -> RouterAudit:
+        """As `Client.audit`."""
+        try:
+            request = admin_pb2.AuditDeploymentRequest()
+            return to_router_audit(await self._admin.AuditDeployment(request, timeout=timeout_s))
         except grpc.RpcError as error:
             raise from_rpc(error) from None
 

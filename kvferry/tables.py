@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from kvferry.audit import RouterAudit
 from kvferry.results import Moment, Pools, WorkerInfo
 
 
@@ -39,6 +40,26 @@ def pools_table(pools: Pools) -> Table:
             str(worker.num_running),
             f"{worker.num_blocks - worker.num_free_blocks} of {worker.num_blocks}",
         )
+    return table
+
+
+def audit_table(audits: Sequence[RouterAudit]) -> Table:
+    """Every live request of the routers, then what each worker holds and for whom."""
+    table = Table("where", "request", "stage")
+    table.add_column("held", overflow="fold")
+    table.add_column("since", justify="right")
+    for router in audits:
+        for request in router.requests:
+            on = f" on {request.decode_worker_id}" if request.decode_worker_id else ""
+            tokens = f"{request.num_output_tokens} tokens{on}"
+            since = f"{request.age_s:.1f} s"
+            table.add_row(router.router_id, request.request_id, request.stage, tokens, since)
+    # Routers over the same pools have the same workers.
+    workers = {worker.worker_id: worker for router in audits for worker in router.workers}
+    for name, worker in sorted(workers.items()):
+        table.add_row(name, "", worker.error, f"{worker.num_free_blocks} of {worker.num_blocks} free", "")
+        for held in worker.holdings:
+            table.add_row(name, held.name, held.state, f"{held.num_blocks} blocks", f"{held.age_s:.1f} s")
     return table
 
 

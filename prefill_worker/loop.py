@@ -50,6 +50,7 @@ class PrefillJob:
     sequence: TokenSequence
     sampling: SamplingParams
     target: Target
+    router_id: str = ""
     num_held_blocks: int = 0
     num_cached_tokens: int = 0
     started_s: float | None = None

@@ -101,6 +101,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             ),
             sampling=sampling,
             target=_target(request.target),
+            router_id=request.router_id,
             num_held_blocks=request.target.num_held_blocks,
         )
 
@@ -158,5 +159,10 @@ def load_report(
 
 def audit(loop: PrefillLoop, allocator: BlockAllocator) -> admin_pb2.AuditResponse:
     """Everything that is held here."""
-    jobs = loop.jobs.items()
-    return reports.audit(allocator, {name: (stage(job), job.sequence.arrived_s) for name, job in jobs})
+    return reports.audit(
+        allocator,
+        {
+            name: reports.Held(stage(job), job.sequence.arrived_s, job.router_id)
+            for name, job in loop.jobs.items()
+        },
+    )

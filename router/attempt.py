@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from kvferry.audit import ATTEMPT_MARK
 from kvferry.v1 import prefill_pb2
 from router.admission import Admission
 from router.calls import Calls, Placed, prefill_error
@@ -24,9 +25,6 @@ from scheduling.placement import Need
 from scheduling.sequence import blocks_for
 
 logger = logging.getLogger(__name__)
-
-# Between a request's id and the number of a later attempt at it.
-ATTEMPT_MARK = "~"
 
 NoteMoment = Callable[[str, Worker | None, float | None], None]
 """Name, worker, and the event loop's time; None: now."""

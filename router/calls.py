@@ -8,7 +8,15 @@ from typing import Any
 
 import grpc
 
-from kvferry.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from kvferry.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 from router.errors import DeadlineExceeded, Overloaded, RequestError, WorkerFailed, WorkerLost
 from router.events import Request
 from router.worker import Worker
@@ -19,6 +27,7 @@ logger = logging.getLogger(__name__)
 # Reserving is a look-up on the decode worker; longer means that it is stuck or gone.
 RESERVE_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 2.0
+AUDIT_TIMEOUT_S = 2.0
 # A worker ends a call at its deadline; this much later it is taken for one that does not answer.
 DEADLINE_SLACK_S = 2.0
 
@@ -104,6 +113,7 @@ class Calls:
                 num_held_blocks=placed.num_held_blocks,
             ),
             cache_salt=self._request.cache_salt,
+            router_id=self._router_id,
         )
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channel(prefill))
         return stub.Prefill(request, timeout=self._remaining_s() + DEADLINE_SLACK_S)
@@ -127,6 +137,20 @@ class Calls:
 
     def _remaining_s(self) -> float:
         return max(0.0, self._request.deadline_s - asyncio.get_running_loop().time())
+
+
+async def audit_worker(worker: Worker, channels: Channels) -> admin_pb2.WorkerAudit:
+    """What a worker says that it holds; why it does not say it, where that fails."""
+    audit = admin_pb2.WorkerAudit(
+        worker_id=worker.worker_id, epoch=worker.registration.epoch, num_requests=worker.num_requests
+    )
+    stub = admin_pb2_grpc.WorkerServiceStub(channels.to(worker.registration.address))
+    try:
+        held = await stub.Audit(admin_pb2.AuditRequest(), timeout=AUDIT_TIMEOUT_S)
+        audit.held.CopyFrom(held)
+    except grpc.aio.AioRpcError as error:
+        audit.error = f"{error.code().name}: {error.details()}"
+    return audit
 
 
 def prefill_error(prefill: Worker, error: grpc.aio.AioRpcError, retry_after_s: int) -> RequestError:

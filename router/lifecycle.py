@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
 from kvferry.results import FinishReason, Moment, TokenLogprobs
-from kvferry.v1 import common_pb2, prefill_pb2, registry_pb2
+from kvferry.v1 import admin_pb2, common_pb2, prefill_pb2, registry_pb2
 from router.attempt import Attempt, Context
 from router.errors import DeadlineExceeded, Overloaded, RequestError, Unavailable, WorkerFailed, WorkerLost
 from router.events import Delta, Finished, Request
@@ -61,6 +61,17 @@ class Lifecycle:
         self._attempt = self._new_attempt(0)
         # Of each worker that was lost: how many tokens there were.
         self._losses: list[int] = []
+
+    def describe(self) -> admin_pb2.LiveRequest:
+        """Where it stands, for an audit."""
+        placed = self._attempt.placed
+        return admin_pb2.LiveRequest(
+            request_id=self._request.request_id,
+            stage=self.stage,
+            age_s=self._now_s() - self._request.received_s,
+            decode_worker_id=placed.decode.worker_id if placed else "",
+            num_output_tokens=len(self._token_ids),
+        )
 
     async def events(self) -> AsyncGenerator[Delta | Finished, None]:
         """Deltas, then `Finished`. Raises `RequestError`."""

@@ -11,7 +11,9 @@ from typing import Any
 
 from kvferry import models
 from kvferry.config import RouterConfig
+from kvferry.v1 import admin_pb2
 from router.admission import Admission
+from router.calls import audit_worker
 from router.errors import RequestError
 from router.events import Delta, Finished, Request, RequestSpec
 from router.lifecycle import Lifecycle
@@ -48,6 +50,13 @@ class Router:
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    async def audit(self) -> admin_pb2.AuditDeploymentResponse:
+        """What its requests and its workers hold now."""
+        workers = await asyncio.gather(*(audit_worker(w, self.registry.channels) for w in self.registry))
+        # Only now: a request that has begun since then is not missed.
+        requests = [lifecycle.describe() for lifecycle in self._requests]
+        return admin_pb2.AuditDeploymentResponse(router_id=self.router_id, requests=requests, workers=workers)
 
     async def validate(self, spec: RequestSpec) -> Request:
         """Everything that can be refused is refused here. Raises `router.errors.InvalidRequest`."""

@@ -207,6 +207,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             ],
         )
 
+    async def AuditDeployment(
+        self, request: admin_pb2.AuditDeploymentRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.AuditDeploymentResponse:
+        return await self._router.audit()
+
 
 def build_server(router: Router, max_message_bytes: int) -> GrpcServer:
     """All of the router's gRPC services."""

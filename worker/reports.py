@@ -3,10 +3,19 @@
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 
 from kvferry.v1 import admin_pb2, common_pb2, registry_pb2
 from scheduling.allocator import BlockAllocator
 from scheduling.block_feed import BlockChanges
+
+
+class Held(NamedTuple):
+    """A request that is known here. arrived_s: on the event loop's clock. router_id: whose it is."""
+
+    state: str
+    arrived_s: float
+    router_id: str
 
 
 def load_report(
@@ -29,22 +38,25 @@ def load_report(
     )
 
 
-def audit(allocator: BlockAllocator, requests: Mapping[str, tuple[str, float]]) -> admin_pb2.AuditResponse:
+def audit(allocator: BlockAllocator, requests: Mapping[str, Held]) -> admin_pb2.AuditResponse:
     """Everything that is held, after the conservation law was checked.
 
-    requests: the state of each request that is known, and when it arrived on the event loop's clock. What
-    is held by none of them is on its way back.
+    requests: those that are known. What is held by none of them is on its way back.
     """
     allocator.check()
     now_s = asyncio.get_running_loop().time()
     held = allocator.holdings()
     holdings = []
     for request_id in sorted({*held, *requests}):
-        state, arrived_s = requests.get(request_id, ("FREEING", now_s))
+        state, arrived_s, router_id = requests.get(request_id, Held("FREEING", now_s, ""))
         num_blocks = held[request_id][1] if request_id in held else 0
         holdings.append(
             admin_pb2.Holding(
-                request_id=request_id, state=state, num_blocks=num_blocks, age_s=now_s - arrived_s
+                request_id=request_id,
+                state=state,
+                num_blocks=num_blocks,
+                age_s=now_s - arrived_s,
+                router_id=router_id,
             )
         )
     return admin_pb2.AuditResponse(blocks=_block_counts(allocator), holdings=holdings)

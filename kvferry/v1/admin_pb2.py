@@ -26,7 +26,7 @@ from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 from kvferry.v1 import registry_pb2 as kvferry_dot_v1_dot_registry__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvferry/v1/admin.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\x1a\x19kvferry/v1/registry.proto\"\x14\n\x12ListWorkersRequest\"y\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerStatus\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cnum_requests\x18\x03 \x01(\r\x12\x12\n\nnum_queued\x18\x04 \x01(\r\"\x90\x01\n\x0cWorkerStatus\x12.\n\x0cregistration\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.Registration\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.LoadReport\x12\x14\n\x0creport_age_s\x18\x03 \x01(\x01\x12\x14\n\x0cincompatible\x18\x04 \x01(\t\"\x0e\n\x0c\x41uditRequest\"_\n\rAuditResponse\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.BlockCounts\x12%\n\x08holdings\x18\x02 \x03(\x0b\x32\x13.kvferry.v1.Holding\"O\n\x07Holding\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x32^\n\x0c\x41\x64minService\x12N\n\x0bListWorkers\x12\x1e.kvferry.v1.ListWorkersRequest\x1a\x1f.kvferry.v1.ListWorkersResponse2M\n\rWorkerService\x12<\n\x05\x41udit\x12\x18.kvferry.v1.AuditRequest\x1a\x19.kvferry.v1.AuditResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvferry/v1/admin.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\x1a\x19kvferry/v1/registry.proto\"\x14\n\x12ListWorkersRequest\"y\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerStatus\x12\r\n\x05model\x18\x02 \x01(\t\x12\x14\n\x0cnum_requests\x18\x03 \x01(\r\x12\x12\n\nnum_queued\x18\x04 \x01(\r\"\x90\x01\n\x0cWorkerStatus\x12.\n\x0cregistration\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.Registration\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.LoadReport\x12\x14\n\x0creport_age_s\x18\x03 \x01(\x01\x12\x14\n\x0cincompatible\x18\x04 \x01(\t\"\x18\n\x16\x41uditDeploymentRequest\"\x81\x01\n\x17\x41uditDeploymentResponse\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.LiveRequest\x12(\n\x07workers\x18\x03 \x03(\x0b\x32\x17.kvferry.v1.WorkerAudit\"t\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05stage\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x04 \x01(\t\x12\x19\n\x11num_output_tokens\x18\x05 \x01(\r\"}\n\x0bWorkerAudit\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x04held\x18\x03 \x01(\x0b\x32\x19.kvferry.v1.AuditResponse\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x14\n\x0cnum_requests\x18\x05 \x01(\r\"\x0e\n\x0c\x41uditRequest\"_\n\rAuditResponse\x12\'\n\x06\x62locks\x18\x01 \x01(\x0b\x32\x17.kvferry.v1.BlockCounts\x12%\n\x08holdings\x18\x02 \x03(\x0b\x32\x13.kvferry.v1.Holding\"b\n\x07Holding\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\r\n\x05\x61ge_s\x18\x04 \x01(\x01\x12\x11\n\trouter_id\x18\x05 \x01(\t2\xba\x01\n\x0c\x41\x64minService\x12N\n\x0bListWorkers\x12\x1e.kvferry.v1.ListWorkersRequest\x1a\x1f.kvferry.v1.ListWorkersResponse\x12Z\n\x0f\x41uditDeployment\x12\".kvferry.v1.AuditDeploymentRequest\x1a#.kvferry.v1.AuditDeploymentResponse2M\n\rWorkerService\x12<\n\x05\x41udit\x12\x18.kvferry.v1.AuditRequest\x1a\x19.kvferry.v1.AuditResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,14 +39,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTWORKERSRESPONSE']._serialized_end=233
   _globals['_WORKERSTATUS']._serialized_start=236
   _globals['_WORKERSTATUS']._serialized_end=380
-  _globals['_AUDITREQUEST']._serialized_start=382
-  _globals['_AUDITREQUEST']._serialized_end=396
-  _globals['_AUDITRESPONSE']._serialized_start=398
-  _globals['_AUDITRESPONSE']._serialized_end=493
-  _globals['_HOLDING']._serialized_start=495
-  _globals['_HOLDING']._serialized_end=574
-  _globals['_ADMINSERVICE']._serialized_start=576
-  _globals['_ADMINSERVICE']._serialized_end=670
-  _globals['_WORKERSERVICE']._serialized_start=672
-  _globals['_WORKERSERVICE']._serialized_end=749
+  _globals['_AUDITDEPLOYMENTREQUEST']._serialized_start=382
+  _globals['_AUDITDEPLOYMENTREQUEST']._serialized_end=406
+  _globals['_AUDITDEPLOYMENTRESPONSE']._serialized_start=409
+  _globals['_AUDITDEPLOYMENTRESPONSE']._serialized_end=538
+  _globals['_LIVEREQUEST']._serialized_start=540
+  _globals['_LIVEREQUEST']._serialized_end=656
+  _globals['_WORKERAUDIT']._serialized_start=658
+  _globals['_WORKERAUDIT']._serialized_end=783
+  _globals['_AUDITREQUEST']._serialized_start=785
+  _globals['_AUDITREQUEST']._serialized_end=799
+  _globals['_AUDITRESPONSE']._serialized_start=801
+  _globals['_AUDITRESPONSE']._serialized_end=896
+  _globals['_HOLDING']._serialized_start=898
+  _globals['_HOLDING']._serialized_end=996
+  _globals['_ADMINSERVICE']._serialized_start=999
+  _globals['_ADMINSERVICE']._serialized_end=1185
+  _globals['_WORKERSERVICE']._serialized_start=1187
+  _globals['_WORKERSERVICE']._serialized_end=1264
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,48 @@ class WorkerStatus(_message.Message):
     incompatible: str
     def __init__(self, registration: _Optional[_Union[_registry_pb2.Registration, _Mapping]] = ..., load: _Optional[_Union[_registry_pb2.LoadReport, _Mapping]] = ..., report_age_s: _Optional[float] = ..., incompatible: _Optional[str] = ...) -> None: ...
 
+class AuditDeploymentRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AuditDeploymentResponse(_message.Message):
+    __slots__ = ("router_id", "requests", "workers")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    requests: _containers.RepeatedCompositeFieldContainer[LiveRequest]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerAudit]
+    def __init__(self, router_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerAudit, _Mapping]]] = ...) -> None: ...
+
+class LiveRequest(_message.Message):
+    __slots__ = ("request_id", "stage", "age_s", "decode_worker_id", "num_output_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    stage: str
+    age_s: float
+    decode_worker_id: str
+    num_output_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., stage: _Optional[str] = ..., age_s: _Optional[float] = ..., decode_worker_id: _Optional[str] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
+
+class WorkerAudit(_message.Message):
+    __slots__ = ("worker_id", "epoch", "held", "error", "num_requests")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    epoch: int
+    held: AuditResponse
+    error: str
+    num_requests: int
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[_Union[AuditResponse, _Mapping]] = ..., error: _Optional[str] = ..., num_requests: _Optional[int] = ...) -> None: ...
+
 class AuditRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -49,13 +91,15 @@ class AuditResponse(_message.Message):
     def __init__(self, blocks: _Optional[_Union[_common_pb2.BlockCounts, _Mapping]] = ..., holdings: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
 
 class Holding(_message.Message):
-    __slots__ = ("request_id", "state", "num_blocks", "age_s")
+    __slots__ = ("request_id", "state", "num_blocks", "age_s", "router_id")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     num_blocks: int
     age_s: float
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+    router_id: str
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., num_blocks: _Optional[int] = ..., age_s: _Optional[float] = ..., router_id: _Optional[str] = ...) -> None: ...

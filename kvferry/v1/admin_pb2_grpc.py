@@ -40,6 +40,11 @@ class AdminServiceStub:
                 request_serializer=kvferry_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.AuditDeployment = channel.unary_unary(
+                '/kvferry.v1.AdminService/AuditDeployment',
+                request_serializer=kvferry_dot_v1_dot_admin__pb2.AuditDeploymentRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_admin__pb2.AuditDeploymentResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -53,6 +58,13 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AuditDeployment(self, request, context):
+        """What this router's requests and all of its workers hold, asked of each worker now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=kvferry_dot_v1_dot_admin__pb2.ListWorkersRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_admin__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'AuditDeployment': grpc.unary_unary_rpc_method_handler(
+                    servicer.AuditDeployment,
+                    request_deserializer=kvferry_dot_v1_dot_admin__pb2.AuditDeploymentRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_admin__pb2.AuditDeploymentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class AdminService:
             '/kvferry.v1.AdminService/ListWorkers',
             kvferry_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
             kvferry_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AuditDeployment(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.AdminService/AuditDeployment',
+            kvferry_dot_v1_dot_admin__pb2.AuditDeploymentRequest.SerializeToString,
+            kvferry_dot_v1_dot_admin__pb2.AuditDeploymentResponse.FromString,
             options,
             channel_credentials,
             insecure,

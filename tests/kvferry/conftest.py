@@ -23,6 +23,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminSe
     def __init__(self):
         self.requests = queue.Queue()
         self.ended = threading.Event()
+        self.audit = admin_pb2.AuditDeploymentResponse(router_id="r1")
 
     def Generate(self, request, context):
         self.requests.put(request)
@@ -73,6 +74,9 @@ class Router(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.AdminSe
             incompatible="block_size: 16 here, 32 on prefill-0",
         )
         return admin_pb2.ListWorkersResponse(model="tiny", num_requests=3, num_queued=1, workers=[worker])
+
+    def AuditDeployment(self, request, context):
+        return self.audit
 
 
 @pytest.fixture

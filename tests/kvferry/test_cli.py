@@ -1,5 +1,6 @@
 """The command line: an example in every help, one clear line for every user's mistake."""
 
+import json
 import os
 import subprocess
 import sys
@@ -147,3 +148,23 @@ def test_pull_shows_where_the_model_is(invoke, tmp_path):
     target = tmp_path / "cache" / "models" / "smollm2-135m-instruct"
     target.mkdir(parents=True)
     assert invoke("model", "pull").stdout == f"{target}\n"
+
+
+def test_audit_shows_what_is_held_and_fails_only_for_what_no_live_request_holds(invoke, address, router):
+    router.audit.requests.add(request_id="req-1", stage="DECODE", age_s=3, decode_worker_id="decode-0")
+    worker = router.audit.workers.add(worker_id="decode-0", epoch=9)
+    worker.held.blocks.total, worker.held.blocks.running, worker.held.blocks.free = 64, 6, 58
+    worker.held.holdings.add(request_id="req-1~1.0", state="RUNNING", num_blocks=6, age_s=3, router_id="r1")
+    result = invoke("audit", "--address", address)
+    assert result.exit_code == 0, result.output
+    for word in ("req-1~1.0", "RUNNING", "6 blocks", "3.0 s", "58 of 64 free"):
+        assert word in result.stdout
+    worker.held.holdings.add(request_id="lost", state="FILLING", num_blocks=2, router_id="r1")
+    assert_fails(
+        invoke("audit", "--address", address), 1, "decode-0 (epoch 9): lost: 2 blocks in state FILLING"
+    )
+    result = invoke("audit", "--address", address, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert [culprit["name"] for culprit in found["culprits"]] == ["lost"]
+    assert found["routers"][0]["workers"][0]["num_blocks"] == 64
