@@ -25,12 +25,23 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
 
 
+# How torch's allocator deals with a GPU's memory; the second is the name that older releases know.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
 def of_actor(resources: Resources | None) -> dict[str, str]:
     """The variables of one actor's process beside its node's; None stands for the router.
 
-    On this machine there are none: the actor takes a process that Ray has started already, and Ray itself
-    sets OMP_NUM_THREADS to the actor's CPUs.
+    Without a GPU there are none on this machine: the actor takes a process that Ray has started already,
+    and Ray itself sets OMP_NUM_THREADS to the actor's CPUs.
+
+    With one, torch's allocator grows its segments in place. A step's activations differ in size from step
+    to step, and holes between fixed segments would be lost to them: a chunk then runs out of memory that
+    is there. What the launcher's own environment says of the allocator goes before.
     """
+    if resources is not None and resources.num_gpus > 0:
+        own = {name: os.environ[name] for name in _ALLOCATOR_SETTINGS if name in os.environ}
+        return own or {_ALLOCATOR_SETTINGS[0]: "expandable_segments:True"}
     if on_a_cluster() and (resources is None or resources.num_gpus == 0):
         # Ray hides the GPUs that others were given, but not from an actor that was given none.
         return {"CUDA_VISIBLE_DEVICES": ""}
