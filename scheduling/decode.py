@@ -213,21 +213,27 @@ class DecodeScheduler:
         return rows, preempted
 
     def _batch_of(self, ready: list[Sequence]) -> list[Sequence]:
-        """Which of those that could decode do, by rank: the first ones, and who was passed over for long."""
+        """Which of those that could decode do, by rank: the first ones, and who was passed over for long.
+
+        The latter only while there are blocks for all: a turn is no use to who would lose its blocks to it.
+        """
         size = self._batch.size
         overdue = [each for each in ready[size:] if each.num_passed_over >= MAX_PASSED_OVER]
-        overdue.sort(key=lambda each: -each.num_passed_over)
-        overdue = overdue[: max(1, size // _PASSED_OVER_SHARE)]
-        first = ready[: size - len(overdue)]
+        overdue = sorted(overdue, key=lambda each: -each.num_passed_over)[
+            : max(1, size // _PASSED_OVER_SHARE)
+        ]
+        batch = ready[: size - len(overdue)] + sorted(overdue, key=lambda each: each.rank)
+        if sum(self._num_lacking(each) for each in batch) > self._allocator.num_available:
+            batch = ready[:size]
         for each in ready:
             each.num_passed_over += 1
-        for each in first + overdue:
+        for each in batch:
             each.num_passed_over = 0
-        return first + sorted(overdue, key=lambda each: each.rank)
+        return batch
 
     def _grow(self, sequence: Sequence) -> bool:
-        num_lacking = self._num_blocks(sequence) - len(sequence.block_table)
-        if num_lacking <= 0:
+        num_lacking = self._num_lacking(sequence)
+        if num_lacking == 0:
             return True
         blocks = self._allocator.allocate(sequence.request_id, num_lacking, BlockState.RUNNING)
         if blocks is None:
@@ -237,6 +243,9 @@ class DecodeScheduler:
 
     def _num_blocks(self, sequence: Sequence) -> int:
         return blocks_for(len(sequence.tokens), self._block_size)
+
+    def _num_lacking(self, sequence: Sequence) -> int:
+        return max(0, self._num_blocks(sequence) - len(sequence.block_table))
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence.request_id]
