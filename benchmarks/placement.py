@@ -77,9 +77,9 @@ class _Worker:
         # No bound on waiting: a prompt that is refused would go to another worker, which is not the question.
         self.scheduler = PrefillScheduler(self.allocator, BLOCK_SIZE, MAX_STEP_TOKENS, max_waiting=10**9)
 
-    def start_step(self) -> float | None:
+    def start_step(self, now_s: float) -> float | None:
         """Begins a step where there is work and none runs; returns how long it takes."""
-        if self.step or not (scheduled := self.scheduler.schedule()):
+        if self.step or not (scheduled := self.scheduler.schedule(now_s)):
             return None
         self.step = scheduled
         num_tokens = sum(chunk.end - chunk.start for chunk in scheduled)
@@ -200,7 +200,7 @@ def _run(
     ttfts_s: list[float] = []
 
     def start(worker: _Worker, now_s: float) -> None:
-        if (duration_s := worker.start_step()) is not None:
+        if (duration_s := worker.start_step(now_s)) is not None:
             heapq.heappush(ends, (now_s + duration_s, next(order), worker))
 
     def run_until(limit_s: float) -> None:

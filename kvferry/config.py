@@ -95,6 +95,12 @@ class _Pool(_Settings):
 class PrefillConfig(_Pool):
     """The prefill pool."""
 
+    policy: Literal["priority", "fcfs", "shortest", "deadline"] = Field(
+        "priority",
+        description="Order of the prompts on a worker: `priority`, the higher class first and each at least"
+        " its share, in it the shortest first; `fcfs`, by arrival; `shortest`, and a quarter to the oldest;"
+        " `deadline`, whose first token is due first.",
+    )
     max_waiting: PositiveInt = Field(
         256,
         description="Requests that may wait on one worker; more are refused, and the router tries another.",

@@ -111,7 +111,7 @@ class PrefillLoop:
     async def run(self) -> None:
         """Steps while there is work. Ends only when cancelled, or by a fault of ours."""
         while True:
-            scheduled = self.scheduler.schedule()
+            scheduled = self.scheduler.schedule(asyncio.get_running_loop().time())
             if scheduled:
                 await self._step(scheduled)
             else:

@@ -14,6 +14,7 @@ from scheduling import block_hash
 from scheduling.allocator import BlockAllocator
 from scheduling.block_feed import BlockFeeds
 from scheduling.prefill import PrefillScheduler
+from scheduling.queue_policies import QUEUE_POLICIES
 from worker.host import WorkerHost, new_epoch
 
 
@@ -24,7 +25,13 @@ class PrefillWorker:
         block_size = engine.cache.shape.block_size
         allocator = BlockAllocator(engine.cache.num_blocks)
         feeds = BlockFeeds(allocator.cache, engine.cache.num_blocks)
-        scheduler = PrefillScheduler(allocator, block_size, config.max_step_tokens, config.max_waiting)
+        scheduler = PrefillScheduler(
+            allocator,
+            block_size,
+            config.max_step_tokens,
+            config.max_waiting,
+            QUEUE_POLICIES[config.policy](),
+        )
         self._transport = GrpcTransport(engine.cache)
         self.loop = loop = PrefillLoop(engine, allocator, scheduler, self._transport)
 

@@ -4,10 +4,8 @@
               |                                    |                    until the loop frees them
               +------------- remove ---------------+
 
-A step has a budget of tokens. It goes to the classes of priority in strict order, the higher first.
-Within a class the shortest remaining prompt goes first, so a short prompt waits for at most the one
-step that was running when it came; a quarter goes to the oldest before that, so that no prompt waits
-for ever behind shorter ones.
+A step has a budget of tokens, which goes to the prompts in the order of a queue policy; that may give one
+a part of it only, so that nobody waits for ever (`queue_policy.py`).
 
 A prompt gets the blocks for all its tokens when it starts, so two half-computed prompts never wait for
 each other's. Its leading full blocks are shared where they are here already, and are not computed again;
@@ -21,15 +19,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduling.allocator import BlockAllocator, BlockState
+from scheduling.fair_shares import FairShares
+from scheduling.queue_policy import QueuePolicy, Ticket
 from scheduling.sequence import Scheduled, Sequence, blocks_for
+from scheduling.shortest_first import ShortestFirst
 from scheduling.step_limit import StepLimit
 
 # How many prompts may start before a better one that lacks blocks. Enough to keep the device busy
 # while memory drains; few enough that the wait they add is that of a handful of prompts.
 MAX_PASSED_OVER = 8
-
-# The oldest prompt of a class gets one part in so many of the class's budget.
-_OLDEST_SHARE = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +42,18 @@ class _Prompt:
     @property
     def remaining(self) -> int:
         return self.num_tokens - max(self.sequence.num_computed, self.num_cached)
+
+    def ticket(self, num_tokens: int) -> Ticket:
+        """Its place in the queue while so many tokens are left."""
+        sequence = self.sequence
+        return Ticket(
+            sequence.request_id,
+            num_tokens,
+            sequence.arrived_s,
+            sequence.priority,
+            sequence.weight,
+            sequence.due_s,
+        )
 
 
 @dataclass(slots=True)
@@ -63,9 +73,15 @@ class PrefillScheduler:
     """
 
     def __init__(
-        self, allocator: BlockAllocator, block_size: int, max_step_tokens: int, max_waiting: int
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        max_step_tokens: int,
+        max_waiting: int,
+        policy: QueuePolicy | None = None,
     ) -> None:
-        """max_step_tokens: a step's budget. max_waiting: prompts that may wait to be started.
+        """max_step_tokens: a step's budget. max_waiting: prompts that may wait to be started. policy: the
+        order of the prompts, with nothing in it; by default classes of priority, the shortest first in each.
 
         The wait is bounded because a prompt that would wait long is better off on another worker, which
         the router can only try if it hears at once.
@@ -74,8 +90,11 @@ class PrefillScheduler:
         self._block_size = block_size
         self._limit = StepLimit(max_step_tokens)
         self._max_waiting = max_waiting
+        self._policy = FairShares(ShortestFirst) if policy is None else policy
         self._waiting: dict[str, _Prompt] = {}
         self._running: dict[str, _Prompt] = {}
+        # Those that the last plan looked at: what remains of them is known when its step has ended.
+        self._looked_at: dict[str, _Prompt] = {}
         self._num_pending_tokens = 0
 
     @property
@@ -114,20 +133,32 @@ class PrefillScheduler:
             return False
         prompt.num_cached = len(self._allocator.cache.match(self._hashes(prompt))) * self._block_size
         self._waiting[request_id] = prompt
+        self._policy.push(prompt.ticket(prompt.remaining))
         self._num_pending_tokens += prompt.remaining
         return True
 
-    def schedule(self) -> list[Scheduled]:
+    def schedule(self, now_s: float) -> list[Scheduled]:
         """The next step's chunks, at most one of a sequence; empty where nothing can run now.
 
-        Allocates the blocks of the sequences that start and fills in their block tables.
+        Allocates the blocks of the sequences that start and fills in their block tables. now_s: on the
+        clock of the sequences' times.
         """
+        for prompt in self._looked_at.values():
+            self._policy.push(prompt.ticket(prompt.remaining))
+        self._looked_at.clear()
         step = _Step(self._limit.tokens)
-        for prompts in self._classes():
-            oldest = min(prompts, key=lambda prompt: prompt.sequence.age)
-            self._grant(step, oldest, -(-step.budget // _OLDEST_SHARE))
-            for prompt in sorted(prompts, key=lambda prompt: (prompt.remaining, prompt.sequence.age)):
-                self._grant(step, prompt, step.budget)
+        while step.budget and (turn := self._policy.first(now_s)) is not None:
+            request_id = turn.ticket.request_id
+            prompt = self._running.get(request_id) or self._waiting[request_id]
+            self._looked_at[request_id] = prompt
+            num_tokens = self._grant(step, prompt, min(turn.max_tokens, step.budget))
+            if num_tokens:
+                self._policy.charge(turn.ticket, num_tokens)
+            num_left = prompt.remaining - step.shares.get(prompt, 0)
+            if num_tokens and num_left:
+                self._policy.push(prompt.ticket(num_left))
+            else:
+                self._policy.set_aside(request_id)
         self._limit.begin(sum(step.shares.values()))
         return [
             Scheduled(prompt.sequence, prompt.sequence.num_computed, prompt.sequence.num_computed + share)
@@ -152,6 +183,7 @@ class PrefillScheduler:
                 self._allocator.publish(sequence.request_id, sequence.block_hashes(num_full))
             if prompt.remaining == 0:
                 del self._running[sequence.request_id]
+                self._leave(sequence.request_id)
 
     def remove(self, request_id: str) -> Sequence | None:
         """Forgets a sequence, waiting or running; None where it is not here (any more).
@@ -162,6 +194,7 @@ class PrefillScheduler:
         if prompt is None:
             return None
         self._num_pending_tokens -= prompt.remaining
+        self._leave(request_id)
         return prompt.sequence
 
     def shrink(self) -> bool:
@@ -172,24 +205,19 @@ class PrefillScheduler:
         """
         return self._limit.shrink()
 
-    def _classes(self) -> list[list[_Prompt]]:
-        classes: dict[int, list[_Prompt]] = {}
-        for prompts in (self._running, self._waiting):
-            for prompt in prompts.values():
-                classes.setdefault(prompt.sequence.priority, []).append(prompt)
-        return [classes[priority] for priority in sorted(classes, reverse=True)]
+    def _leave(self, request_id: str) -> None:
+        self._looked_at.pop(request_id, None)
+        self._policy.remove(request_id)
 
-    def _grant(self, step: _Step, prompt: _Prompt, max_tokens: int) -> None:
+    def _grant(self, step: _Step, prompt: _Prompt, max_tokens: int) -> int:
         """Gives a prompt at most so many tokens of the step, and its blocks where it starts with them."""
-        if max_tokens == 0:
-            return
         if prompt.sequence.request_id in self._waiting and not self._start(prompt, step):
-            return
+            return 0
         share = step.shares.get(prompt, 0)
         num_tokens = min(max_tokens, prompt.remaining - share)
-        if num_tokens:
-            step.shares[prompt] = share + num_tokens
-            step.budget -= num_tokens
+        step.shares[prompt] = share + num_tokens
+        step.budget -= num_tokens
+        return num_tokens
 
     def _start(self, prompt: _Prompt, step: _Step) -> bool:
         better = step.lacking

@@ -1,5 +1,6 @@
 """A request's tokens on one worker, and the piece of them that one step computes."""
 
+import math
 from dataclasses import dataclass, field
 
 from scheduling.block_hash import BlockHashes
@@ -18,6 +19,8 @@ class Sequence:
     num_computed: tokens whose KV is in the cache, from the first.
     hashes: names its full blocks; None where they are shared with nobody.
     num_passed_over: decode steps that had no row for it since its last.
+    weight: of its class's share of a queue; None: by its priority.
+    due_s: when its first token should be there, on the clock of `arrived_s`.
     """
 
     request_id: str
@@ -29,6 +32,8 @@ class Sequence:
     num_computed: int = 0
     hashes: BlockHashes | None = None
     num_passed_over: int = 0
+    weight: float | None = None
+    due_s: float = math.inf
 
     @property
     def num_output_tokens(self) -> int:

@@ -47,7 +47,7 @@ def run(
             number, arrival = waiting.pop(0)
             tokens = [0] * arrival.num_tokens
             scheduler.add(Sequence(str(number), tokens, len(tokens), arrival.priority, arrival.at_s))
-        scheduled = scheduler.schedule()
+        scheduled = scheduler.schedule(now_s)
         if not scheduled:
             if not waiting:
                 break
