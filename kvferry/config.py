@@ -92,10 +92,13 @@ class _Pool(_Settings):
     )
 
 
+QueuePolicyName = Literal["priority", "fcfs", "shortest", "deadline"]
+
+
 class PrefillConfig(_Pool):
     """The prefill pool."""
 
-    policy: Literal["priority", "fcfs", "shortest", "deadline"] = Field(
+    policy: QueuePolicyName = Field(
         "priority",
         description="Order of the prompts on a worker: `priority`, the higher class first and each at least"
         " its share, in it the shortest first; `fcfs`, by arrival; `shortest`, and a quarter to the oldest;"
@@ -124,6 +127,9 @@ class RouterConfig(_Settings):
     host: str = Field("127.0.0.1", description="Address to bind to.")
     grpc_port: Port = Field(50051, description="0 takes a free port.")
     http_port: Port = Field(8000, description="0 takes a free port.")
+    policy: QueuePolicyName = Field(
+        "priority", description="Order of the requests that wait for room; as in the prefill pool."
+    )
     max_queued: PositiveInt = Field(
         256, description="Requests that may wait for room; more get 429 / RESOURCE_EXHAUSTED at once."
     )

@@ -85,7 +85,10 @@ class Attempt:
         """
         need = self._need()
         self.placed = await self._context.admission.admit(
-            self._request.priority, lambda: self._reserve(need), is_accepted=self._is_recovery
+            self._request.priority,
+            need.num_prompt_tokens,
+            lambda: self._reserve(need),
+            is_accepted=self._is_recovery,
         )
         decode = self.placed.decode
         decode.inboxes[self.placed.lease.generation] = self.inbox

@@ -23,6 +23,7 @@ from router.output import OutputBuilder
 from router.registry import Registry
 from router.tokenizer import Tokenizer
 from router.validation import validate
+from scheduling.queue_policies import QUEUE_POLICIES
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Router:
         self.router_id = f"router-{uuid.uuid4().hex[:12]}"
         self.model_name = model_name
         self.tokenizer = Tokenizer.load(model_dir)
-        self.admission = Admission(config.max_queued, config.queue_timeout_s)
+        self.admission = Admission(config.max_queued, config.queue_timeout_s, QUEUE_POLICIES[config.policy]())
         self.registry = Registry(model_name, models.tokenizer_digest(model_dir), self.admission.wake)
         self._config = config
         self._model = ModelSpec.load(model_dir, model_name)

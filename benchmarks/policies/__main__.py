@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.policies import chunked_prefill
+from benchmarks.policies import chunked_prefill, priorities
 from benchmarks.policies.row import Measure, Row
 
 # By the feature's id, in the order of the table.
-ROWS: dict[str, Measure] = {"S1": chunked_prefill.measure}
+ROWS: dict[str, Measure] = {"S1": chunked_prefill.measure, "S8": priorities.measure}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -20,6 +20,11 @@ def test_chunks_shorten_the_wait_behind_a_long_prompt():
     assert row["after"] < 0.2 * row["before"]
 
 
+def test_under_overload_the_high_class_is_served_at_once():
+    (row,) = run("--only", "S8")
+    assert row["after"] < 0.1 * row["before"]
+
+
 def test_an_unknown_feature_is_named_with_the_known_ones():
     result = CliRunner().invoke(app, ["--only", "S1,S99"])
     assert result.exit_code == 2
