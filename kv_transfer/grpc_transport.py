@@ -53,7 +53,10 @@ class GrpcTransport:
             response_deserializer=pb.PushResponse.FromString,
         )
         header = pb.PushHeader(
-            block_bytes=self._cache.shape.num_bytes, num_blocks=num_blocks, shared_memory=self._offer
+            block_bytes=self._cache.shape.num_bytes,
+            num_blocks=num_blocks,
+            shared_memory=self._offer,
+            writer=target.writer,
         )
         return GrpcTransfer(push(), self._cache, target.lease, header)
 
@@ -71,6 +74,7 @@ class GrpcTransfer:
         self._cache = cache
         self._lease = lease
         self._sent: dict[int, int] = {}  # index -> block, to send again what arrives damaged
+        self._landed: frozenset[int] = frozenset()  # What a former writer has brought.
         self._resends: Counter[int] = Counter()
         # gRPC takes one message at a time, and a damaged block is sent again while others are on their way.
         self._writing = asyncio.Lock()
@@ -79,8 +83,9 @@ class GrpcTransfer:
 
     async def send(self, blocks: Sequence[tuple[int, int]]) -> None:
         carrier = await self._opening
-        self._sent.update(blocks)
-        await self._write_blocks(carrier, blocks)
+        lacking = [(index, block) for index, block in blocks if index not in self._landed]
+        self._sent.update(lacking)
+        await self._write_blocks(carrier, lacking)
 
     async def finish(self, first_token_id: int) -> None:
         try:
@@ -119,6 +124,7 @@ class GrpcTransfer:
         answer = await self._read()
         if not answer.HasField("opened"):
             raise TransferFailed("the receiver did not open the transfer")
+        self._landed = frozenset(answer.opened.landed)
         carrier = SharedCarrier if answer.opened.takes_shared_memory else ByteCarrier
         return carrier(self._cache, lease.generation)
 

@@ -12,7 +12,7 @@ from enum import Enum, auto
 import xxhash
 
 from engine.cache import BlockShape, KVCache
-from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
+from kv_transfer.reservation import Reservation, ReservationState, ReservationTable, Writing
 
 
 class Refusal(Enum):
@@ -66,26 +66,25 @@ class Receiver:
         """The shape of the blocks that it takes."""
         return self._cache.shape
 
-    def put(self, reservation: Reservation, part: BlockPart) -> Refusal | None:
+    def put(self, writing: Writing, part: BlockPart) -> Refusal | None:
         """Writes a block. None when it was taken."""
-        refusal = self._write(reservation, part)
+        refusal = self._write(writing, part)
         if refusal is None:
             self.num_blocks_received += 1
-            self._complete_if_filled(reservation)
+            self._complete_if_filled(writing.reservation)
         else:
             self.refused[refusal] += 1
         return refusal
 
-    def end(self, reservation: Reservation, first_token_id: int) -> None:
+    def end(self, writing: Writing, first_token_id: int) -> None:
         """The writer has sent all it had; `first_token_id` is where decode carries on."""
-        reservation.first_token_id = first_token_id
-        self._complete_if_filled(reservation)
+        if writing.is_open:
+            writing.reservation.first_token_id = first_token_id
+            self._complete_if_filled(writing.reservation)
 
-    def _write(self, reservation: Reservation, part: BlockPart) -> Refusal | None:
-        if (
-            reservation.state is not ReservationState.FILLING
-            or part.generation != reservation.lease.generation
-        ):
+    def _write(self, writing: Writing, part: BlockPart) -> Refusal | None:
+        reservation = writing.reservation
+        if not writing.is_open or part.generation != reservation.lease.generation:
             return Refusal.GENERATION
         is_whole = (part.layers, part.heads) == self._whole and len(part.data) == self._block_bytes
         if not is_whole or part.index >= reservation.num_prompt_blocks:

@@ -8,7 +8,8 @@
 
 Who may write a block: in FILLING the holder of the lease, in RUNNING the decode loop, else nobody. A lease
 carries a generation that is never used twice and a secret, so a late or foreign writer is refused even
-where the blocks have gone to another request since.
+where the blocks have gone to another request since. When a writer is given up, the next one shows the same
+lease with a higher number: it takes over, and the former, which may only be slow, is refused.
 """
 
 import hmac
@@ -48,6 +49,7 @@ class Reservation:
     block_table: the reserved blocks; the first `num_prompt_blocks` are the prompt's.
     num_held_blocks: of these, how many leading ones have their content already and are nobody's to write.
     checksums: of each block that has landed, by its index.
+    writing: the latest writer's.
     """
 
     lease: Lease
@@ -57,6 +59,7 @@ class Reservation:
     state: ReservationState = ReservationState.RESERVED
     checksums: dict[int, int] = field(default_factory=dict)
     first_token_id: int | None = None
+    writing: "Writing | None" = None
 
     @property
     def num_blocks_to_fill(self) -> int:
@@ -67,6 +70,24 @@ class Reservation:
     def is_filled(self) -> bool:
         """Every block and the first token are here."""
         return self.first_token_id is not None and len(self.checksums) == self.num_blocks_to_fill
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writing:
+    """One writer's right to fill a reservation, until it leaves or another one takes over."""
+
+    reservation: Reservation
+    number: int
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no other writer has taken over."""
+        return self.reservation.writing is self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocks may be written."""
+        return self.is_current and self.reservation.state is ReservationState.FILLING
 
 
 class ReservationTable:
@@ -89,8 +110,11 @@ class ReservationTable:
         self._by_request[request_id] = reservation
         return reservation
 
-    def open(self, lease: Lease) -> Reservation:
-        """Lets the holder of `lease` fill its reservation. Raises `LeaseRefused`."""
+    def open(self, lease: Lease, number: int = 0) -> Writing:
+        """Lets the holder of `lease`, writer `number` of those who had it, fill its reservation.
+
+        Raises `LeaseRefused`.
+        """
         if lease.epoch != self._epoch:
             raise LeaseRefused("the lease is from another incarnation of this worker")
         reservation = self._by_request.get(lease.request_id)
@@ -98,16 +122,20 @@ class ReservationTable:
             raise LeaseRefused("there is no such lease")
         if reservation.lease.generation != lease.generation:
             raise LeaseRefused("the lease is stale")
-        if reservation.state is not ReservationState.RESERVED:
+        if (last := reservation.writing) is not None and number < last.number:
+            raise LeaseRefused("another writer has taken over")
+        takes_over = reservation.state is ReservationState.FILLING and last and number > last.number
+        if reservation.state is not ReservationState.RESERVED and not takes_over:
             raise LeaseRefused(f"the reservation is {reservation.state.name}")
         reservation.state = ReservationState.FILLING
-        return reservation
+        reservation.first_token_id = None
+        reservation.writing = Writing(reservation, number)
+        return reservation.writing
 
-    def close(self, reservation: Reservation) -> None:
+    def close(self, writing: Writing) -> None:
         """The writer has gone. What has landed stays; the lease may be used again."""
-        if reservation.state is ReservationState.FILLING:
-            reservation.state = ReservationState.RESERVED
-            reservation.first_token_id = None
+        if writing.is_open:
+            writing.reservation.state = ReservationState.RESERVED
 
     def free(self, request_id: str) -> Reservation | None:
         """Ends a reservation, from any state. Its blocks are the caller's to give back."""

@@ -8,7 +8,7 @@ import grpc
 
 from kv_transfer import byte_blocks
 from kv_transfer.receiver import BlockPart, Receiver, Refusal
-from kv_transfer.reservation import Lease, LeaseRefused, Reservation
+from kv_transfer.reservation import Lease, LeaseRefused, Writing
 from kv_transfer.shared_blocks import Peer, SharedMemoryPeers, max_batch_blocks
 from kv_transfer.transport import IDLE_TIMEOUT_S
 from kvferry.v1 import kv_transfer_pb2 as pb
@@ -50,17 +50,21 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self, request_iterator: AsyncIterator[_Message], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.PushResponse]:
         header = _header(await _next(request_iterator))
-        reservation = self._open(header)
+        writing = self._open(header)
+        reservation = writing.reservation
         peer = self.peers.open(header.shared_memory)
         try:
-            yield pb.PushResponse(opened=pb.PushOpened(takes_shared_memory=peer is not None))
+            opened = pb.PushOpened(takes_shared_memory=peer is not None, landed=reservation.checksums)
+            yield pb.PushResponse(opened=opened)
             while not reservation.is_filled:
                 message = await _next(request_iterator)
+                if not writing.is_current:
+                    raise _denied("another writer has taken over")
                 if isinstance(message, pb.PushRequest) and message.HasField("end"):
-                    self._end(reservation, message.end)
+                    self._end(writing, message.end)
                     continue
                 for number, part in enumerate(_parts(message, peer), start=1):
-                    refusal = self._receiver.put(reservation, part)
+                    refusal = self._receiver.put(writing, part)
                     if refusal is not None:
                         refused = pb.BlockRefused(index=part.index, reason=_REASONS[refusal])
                         yield pb.PushResponse(refused=refused)
@@ -68,33 +72,32 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                         await asyncio.sleep(0)
             yield pb.PushResponse(completed=pb.PushCompleted())
         finally:
-            self._receiver.table.close(reservation)
+            self._receiver.table.close(writing)
             if peer is not None:
                 self.peers.close(header.shared_memory, reservation.is_filled)
 
-    def _open(self, header: pb.PushHeader) -> Reservation:
+    def _open(self, header: pb.PushHeader) -> Writing:
         if header.block_bytes != self._receiver.shape.num_bytes:
             raise _invalid(
                 f"block_bytes: {header.block_bytes}, but a block here has {self._receiver.shape.num_bytes}"
             )
         lease = header.lease
         try:
-            reservation = self._receiver.table.open(
-                Lease(lease.request_id, lease.epoch, lease.generation, lease.secret)
+            writing = self._receiver.table.open(
+                Lease(lease.request_id, lease.epoch, lease.generation, lease.secret), header.writer
             )
         except LeaseRefused as error:
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, f"lease: {error}") from error
-        if header.num_blocks != reservation.num_blocks_to_fill:
-            self._receiver.table.close(reservation)
-            raise _invalid(
-                f"num_blocks: {header.num_blocks}, but {reservation.num_blocks_to_fill} are reserved"
-            )
-        return reservation
+            raise _denied(str(error)) from error
+        num_blocks = writing.reservation.num_blocks_to_fill
+        if header.num_blocks != num_blocks:
+            self._receiver.table.close(writing)
+            raise _invalid(f"num_blocks: {header.num_blocks}, but {num_blocks} are reserved")
+        return writing
 
-    def _end(self, reservation: Reservation, end: pb.PushEnd) -> None:
-        if reservation.first_token_id is not None:
+    def _end(self, writing: Writing, end: pb.PushEnd) -> None:
+        if writing.reservation.first_token_id is not None:
             raise _invalid("end: is not expected twice")
-        self._receiver.end(reservation, end.first_token_id)
+        self._receiver.end(writing, end.first_token_id)
 
 
 async def _next(messages: AsyncIterator[_Message]) -> _Message:
@@ -126,6 +129,10 @@ def _parts(message: _Message, peer: Peer | None) -> Iterable[BlockPart]:
     if not len(shared.indices) == len(shared.source_blocks) == len(shared.checksums):
         raise _invalid("shared_blocks: the lists differ in length")
     return peer.parts(shared)
+
+
+def _denied(message: str) -> Refused:
+    return Refused(grpc.StatusCode.PERMISSION_DENIED, f"lease: {message}")
 
 
 def _invalid(message: str) -> Refused:

@@ -21,10 +21,14 @@ class TransferFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a request's blocks go, and by what right: `address` is host:port."""
+    """Where a request's blocks go, and by what right: `address` is host:port.
+
+    writer: counts those who were given the lease, from 0.
+    """
 
     address: str
     lease: Lease
+    writer: int = 0
 
 
 class Transfer(Protocol):

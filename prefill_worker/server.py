@@ -108,7 +108,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
 def _target(target: pb.HandoffTarget) -> Target:
     lease = target.lease
-    return Target(target.address, Lease(lease.request_id, lease.epoch, lease.generation, lease.secret))
+    return Target(
+        target.address,
+        Lease(lease.request_id, lease.epoch, lease.generation, lease.secret),
+        target.writer,
+    )
 
 
 def _first_token(job: PrefillJob, first: FirstToken) -> pb.FirstToken:

@@ -26,6 +26,9 @@ from scheduling.sequence import blocks_for
 
 logger = logging.getLogger(__name__)
 
+# Before an accepted request asks prefill workers again whose queues were all full.
+FULL_QUEUES_WAIT_S = 0.2
+
 NoteMoment = Callable[[str, Worker | None, float | None], None]
 """Name, worker, and the event loop's time; None: now."""
 
@@ -83,17 +86,13 @@ class Attempt:
 
         Raises `Overloaded`, `Unavailable` and what a worker refuses the request with.
         """
-        need = self._need()
         self.placed = await self._context.admission.admit(
-            self._request.priority,
-            need.num_prompt_tokens,
-            lambda: self._reserve(need),
-            is_accepted=self._is_recovery,
+            self._request.priority, self._blocks.num_tokens, self._reserve, is_accepted=self._is_recovery
         )
         decode = self.placed.decode
         decode.inboxes[self.placed.lease.generation] = self.inbox
         self._moment("reserved", decode, None)
-        self._prefilling = asyncio.create_task(self._prefill(self.placed, need))
+        self._prefilling = asyncio.create_task(self._prefill(self.placed))
 
     def let_go(self) -> None:
         """Ends it in whatever state it is, so that neither worker holds anything for it."""
@@ -118,14 +117,16 @@ class Attempt:
         )
 
     def _need(self) -> Need:
-        # While no worker is there `rank` says so, whatever the need is.
+        # Asked for anew each time: the workers may have changed since. While there is none, `rank` says so,
+        # whatever the need is.
         block_size = self._context.registry.block_size() or 1
         num_tokens = self._blocks.num_tokens
         num_max_tokens = len(self._request.prompt_token_ids) + self._request.max_tokens
         return Need(num_tokens, blocks_for(num_tokens, block_size), blocks_for(num_max_tokens, block_size))
 
-    async def _reserve(self, need: Need) -> Placed | None:
+    async def _reserve(self) -> Placed | None:
         """Asks the decode workers in order of placement. None: no room anywhere now."""
+        need = self._need()
         try:
             pairs = self._context.registry.rank(need, self._blocks)
         except Unavailable:
@@ -147,14 +148,15 @@ class Attempt:
                 return Placed(prefill, decode, response.lease, response.num_held_blocks)
         return None
 
-    async def _prefill(self, placed: Placed, need: Need) -> None:
+    async def _prefill(self, placed: Placed) -> None:
         """Runs the prompt on P, or on another one where P is full or lost; the news go to the inbox."""
         prefill: Worker | None = placed.prefill
+        num_asked = 0
         tried: set[str] = set()
         failure: RequestError | None = None
         while prefill is not None:
             try:
-                await self._call_prefill(prefill, placed)
+                await self._call_prefill(prefill, placed, writer=num_asked)
                 return
             except RequestError as error:
                 failure = error
@@ -165,18 +167,28 @@ class Attempt:
             if self.has_first_token or not isinstance(failure, Overloaded | WorkerLost):
                 break
             logger.warning("%s: %s", self._request.request_id, failure)
+            num_asked += 1
             tried.add(prefill.worker_id)
-            prefill = self._context.registry.best_prefill(placed.decode.group, need, self._blocks, tried)
+            prefill = self._best_prefill(placed, tried)
+            if prefill is None and self._is_recovery and isinstance(failure, Overloaded):
+                # The request was accepted long ago: it waits.
+                await asyncio.sleep(FULL_QUEUES_WAIT_S)
+                tried.clear()
+                prefill = self._best_prefill(placed, tried)
         assert failure is not None
         self.inbox.put(failure)
 
-    async def _call_prefill(self, prefill: Worker, placed: Placed) -> None:
+    def _best_prefill(self, placed: Placed, tried: set[str]) -> Worker | None:
+        group = placed.decode.group
+        return self._context.registry.best_prefill(group, self._need(), self._blocks, tried)
+
+    async def _call_prefill(self, prefill: Worker, placed: Placed, writer: int) -> None:
         # What the worker will have to compute, as far as is known.
         num_tokens = self._blocks.num_tokens - prefill.num_cached_tokens(self._blocks)
         prefill.num_requests += 1
         prefill.num_dispatched_tokens += num_tokens
         sent_s = asyncio.get_running_loop().time()
-        call = self._calls.prefill(placed, prefill)
+        call = self._calls.prefill(placed, prefill, writer)
         prefill.calls.add(call)
         try:
             async for response in call:

@@ -95,10 +95,10 @@ class Calls:
             logger.warning("%s cannot be asked to reserve: %s", decode.worker_id, error.details())
             return None
 
-    def prefill(self, placed: Placed, prefill: Worker) -> Any:
+    def prefill(self, placed: Placed, prefill: Worker, writer: int) -> Any:
         """Has P compute the prompt and push it to D: gRPC's call, which gives `PrefillResponse`s.
 
-        Iterating raises `grpc.aio.AioRpcError`.
+        writer: how many others were asked before. Iterating raises `grpc.aio.AioRpcError`.
         """
         request = prefill_pb2.PrefillRequest(
             request_id=self._name,
@@ -111,6 +111,7 @@ class Calls:
                 address=placed.decode.registration.address,
                 lease=placed.lease,
                 num_held_blocks=placed.num_held_blocks,
+                writer=writer,
             ),
             cache_salt=self._request.cache_salt,
             router_id=self._router_id,

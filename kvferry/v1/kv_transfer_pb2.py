@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/v1/kv_transfer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xbf\x01\n\x0bPushRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.PushHeaderH\x00\x12$\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x12.kvferry.v1.BlocksH\x00\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.PushEndH\x00\x12\x31\n\rshared_blocks\x18\x04 \x01(\x0b\x32\x18.kvferry.v1.SharedBlocksH\x00\x42\t\n\x07message\"\x88\x01\n\nPushHeader\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.Lease\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12/\n\rshared_memory\x18\x04 \x01(\x0b\x32\x18.kvferry.v1.SharedMemory\"Y\n\x0cSharedMemory\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\n\n\x02\x66\x64\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"+\n\x06\x42locks\x12!\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Block\"\x98\x01\n\x05\x42lock\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x13\n\x0blayer_begin\x18\x04 \x01(\r\x12\x11\n\tlayer_end\x18\x05 \x01(\r\x12\x12\n\nhead_begin\x18\x06 \x01(\r\x12\x10\n\x08head_end\x18\x07 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x08 \x01(\x0c\"]\n\x0cSharedBlocks\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x15\n\rsource_blocks\x18\x03 \x03(\r\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"!\n\x07PushEnd\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\"\xa0\x01\n\x0cPushResponse\x12(\n\x06opened\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.PushOpenedH\x00\x12+\n\x07refused\x18\x02 \x01(\x0b\x32\x18.kvferry.v1.BlockRefusedH\x00\x12.\n\tcompleted\x18\x03 \x01(\x0b\x32\x19.kvferry.v1.PushCompletedH\x00\x42\t\n\x07message\")\n\nPushOpened\x12\x1b\n\x13takes_shared_memory\x18\x01 \x01(\x08\"H\n\x0c\x42lockRefused\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.kvferry.v1.RefusalReason\"\x0f\n\rPushCompleted*\xa3\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17REFUSAL_REASON_CHECKSUM\x10\x01\x12\x1d\n\x19REFUSAL_REASON_GENERATION\x10\x02\x12\x18\n\x14REFUSAL_REASON_SHAPE\x10\x03\x12\x1c\n\x18REFUSAL_REASON_DUPLICATE\x10\x04\x32R\n\x11KvTransferService\x12=\n\x04Push\x12\x17.kvferry.v1.PushRequest\x1a\x18.kvferry.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvferry/v1/kv_transfer.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"\xbf\x01\n\x0bPushRequest\x12(\n\x06header\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.PushHeaderH\x00\x12$\n\x06\x62locks\x18\x02 \x01(\x0b\x32\x12.kvferry.v1.BlocksH\x00\x12\"\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.PushEndH\x00\x12\x31\n\rshared_blocks\x18\x04 \x01(\x0b\x32\x18.kvferry.v1.SharedBlocksH\x00\x42\t\n\x07message\"\x98\x01\n\nPushHeader\x12 \n\x05lease\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.Lease\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12/\n\rshared_memory\x18\x04 \x01(\x0b\x32\x18.kvferry.v1.SharedMemory\x12\x0e\n\x06writer\x18\x05 \x01(\r\"Y\n\x0cSharedMemory\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\n\n\x02\x66\x64\x18\x03 \x01(\r\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"+\n\x06\x42locks\x12!\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Block\"\x98\x01\n\x05\x42lock\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x13\n\x0blayer_begin\x18\x04 \x01(\r\x12\x11\n\tlayer_end\x18\x05 \x01(\r\x12\x12\n\nhead_begin\x18\x06 \x01(\r\x12\x10\n\x08head_end\x18\x07 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x08 \x01(\x0c\"]\n\x0cSharedBlocks\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0f\n\x07indices\x18\x02 \x03(\r\x12\x15\n\rsource_blocks\x18\x03 \x03(\r\x12\x11\n\tchecksums\x18\x04 \x03(\x06\"!\n\x07PushEnd\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\"\xa0\x01\n\x0cPushResponse\x12(\n\x06opened\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.PushOpenedH\x00\x12+\n\x07refused\x18\x02 \x01(\x0b\x32\x18.kvferry.v1.BlockRefusedH\x00\x12.\n\tcompleted\x18\x03 \x01(\x0b\x32\x19.kvferry.v1.PushCompletedH\x00\x42\t\n\x07message\"9\n\nPushOpened\x12\x1b\n\x13takes_shared_memory\x18\x01 \x01(\x08\x12\x0e\n\x06landed\x18\x02 \x03(\r\"H\n\x0c\x42lockRefused\x12\r\n\x05index\x18\x01 \x01(\r\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.kvferry.v1.RefusalReason\"\x0f\n\rPushCompleted*\xa3\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17REFUSAL_REASON_CHECKSUM\x10\x01\x12\x1d\n\x19REFUSAL_REASON_GENERATION\x10\x02\x12\x18\n\x14REFUSAL_REASON_SHAPE\x10\x03\x12\x1c\n\x18REFUSAL_REASON_DUPLICATE\x10\x04\x32R\n\x11KvTransferService\x12=\n\x04Push\x12\x17.kvferry.v1.PushRequest\x1a\x18.kvferry.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALREASON']._serialized_start=1121
-  _globals['_REFUSALREASON']._serialized_end=1284
+  _globals['_REFUSALREASON']._serialized_start=1153
+  _globals['_REFUSALREASON']._serialized_end=1316
   _globals['_PUSHREQUEST']._serialized_start=70
   _globals['_PUSHREQUEST']._serialized_end=261
   _globals['_PUSHHEADER']._serialized_start=264
-  _globals['_PUSHHEADER']._serialized_end=400
-  _globals['_SHAREDMEMORY']._serialized_start=402
-  _globals['_SHAREDMEMORY']._serialized_end=491
-  _globals['_BLOCKS']._serialized_start=493
-  _globals['_BLOCKS']._serialized_end=536
-  _globals['_BLOCK']._serialized_start=539
-  _globals['_BLOCK']._serialized_end=691
-  _globals['_SHAREDBLOCKS']._serialized_start=693
-  _globals['_SHAREDBLOCKS']._serialized_end=786
-  _globals['_PUSHEND']._serialized_start=788
-  _globals['_PUSHEND']._serialized_end=821
-  _globals['_PUSHRESPONSE']._serialized_start=824
-  _globals['_PUSHRESPONSE']._serialized_end=984
-  _globals['_PUSHOPENED']._serialized_start=986
-  _globals['_PUSHOPENED']._serialized_end=1027
-  _globals['_BLOCKREFUSED']._serialized_start=1029
-  _globals['_BLOCKREFUSED']._serialized_end=1101
-  _globals['_PUSHCOMPLETED']._serialized_start=1103
-  _globals['_PUSHCOMPLETED']._serialized_end=1118
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1286
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1368
+  _globals['_PUSHHEADER']._serialized_end=416
+  _globals['_SHAREDMEMORY']._serialized_start=418
+  _globals['_SHAREDMEMORY']._serialized_end=507
+  _globals['_BLOCKS']._serialized_start=509
+  _globals['_BLOCKS']._serialized_end=552
+  _globals['_BLOCK']._serialized_start=555
+  _globals['_BLOCK']._serialized_end=707
+  _globals['_SHAREDBLOCKS']._serialized_start=709
+  _globals['_SHAREDBLOCKS']._serialized_end=802
+  _globals['_PUSHEND']._serialized_start=804
+  _globals['_PUSHEND']._serialized_end=837
+  _globals['_PUSHRESPONSE']._serialized_start=840
+  _globals['_PUSHRESPONSE']._serialized_end=1000
+  _globals['_PUSHOPENED']._serialized_start=1002
+  _globals['_PUSHOPENED']._serialized_end=1059
+  _globals['_BLOCKREFUSED']._serialized_start=1061
+  _globals['_BLOCKREFUSED']._serialized_end=1133
+  _globals['_PUSHCOMPLETED']._serialized_start=1135
+  _globals['_PUSHCOMPLETED']._serialized_end=1150
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1318
+  _globals['_KVTRANSFERSERVICE']._serialized_end=1400
 # @@protoc_insertion_point(module_scope)

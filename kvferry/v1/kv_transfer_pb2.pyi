@@ -34,16 +34,18 @@ class PushRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., end: _Optional[_Union[PushEnd, _Mapping]] = ..., shared_blocks: _Optional[_Union[SharedBlocks, _Mapping]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("lease", "block_bytes", "num_blocks", "shared_memory")
+    __slots__ = ("lease", "block_bytes", "num_blocks", "shared_memory", "writer")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
     lease: _common_pb2.Lease
     block_bytes: int
     num_blocks: int
     shared_memory: SharedMemory
-    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+    writer: int
+    def __init__(self, lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., writer: _Optional[int] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("boot_id", "pid", "fd", "name", "num_bytes")
@@ -114,10 +116,12 @@ class PushResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[PushOpened, _Mapping]] = ..., refused: _Optional[_Union[BlockRefused, _Mapping]] = ..., completed: _Optional[_Union[PushCompleted, _Mapping]] = ...) -> None: ...
 
 class PushOpened(_message.Message):
-    __slots__ = ("takes_shared_memory",)
+    __slots__ = ("takes_shared_memory", "landed")
     TAKES_SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    LANDED_FIELD_NUMBER: _ClassVar[int]
     takes_shared_memory: bool
-    def __init__(self, takes_shared_memory: _Optional[bool] = ...) -> None: ...
+    landed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, takes_shared_memory: _Optional[bool] = ..., landed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockRefused(_message.Message):
     __slots__ = ("index", "reason")

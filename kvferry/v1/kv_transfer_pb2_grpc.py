@@ -50,8 +50,8 @@ class KvTransferServiceServicer:
         """Fills one reservation: a header, then, once the worker has answered `opened`, blocks in any order
         and an end. Blocks travel as bytes, or, where `opened` says so, as places in the sender's shared
         memory. The worker answers `refused` for each block that it will not take and `completed` once
-        it has them all. PERMISSION_DENIED for a lease that is unknown, stale, complete or being filled by
-        another stream; INVALID_ARGUMENT for a header that does not fit the cache.
+        it has them all. PERMISSION_DENIED for a lease that is unknown, stale, complete or another
+        writer's; INVALID_ARGUMENT for a header that does not fit the cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvferry.v1 import common_pb2 as kvferry_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry/v1/prefill.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"[\n\rHandoffTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12 \n\x05lease\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Lease\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\r\"\xfe\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12)\n\x06target\x18\x06 \x01(\x0b\x32\x19.kvferry.v1.HandoffTarget\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x18\n\x10output_token_ids\x18\t \x03(\r\x12\x11\n\trouter_id\x18\x0b \x01(\t\"v\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.FirstTokenH\x00\x12+\n\nhanded_off\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.HandedOffH\x00\x42\x07\n\x05\x65vent\"\xe5\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x19\n\x11prefill_started_s\x18\x04 \x01(\x01\x12\x1a\n\x12transfer_started_s\x18\x05 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x06 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\"8\n\tHandedOff\x12\x18\n\x10transfer_ended_s\x18\x01 \x01(\x01\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x1b.kvferry.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvferry/v1/prefill.proto\x12\nkvferry.v1\x1a\x17kvferry/v1/common.proto\"k\n\rHandoffTarget\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12 \n\x05lease\x18\x02 \x01(\x0b\x32\x11.kvferry.v1.Lease\x12\x17\n\x0fnum_held_blocks\x18\x03 \x01(\r\x12\x0e\n\x06writer\x18\x04 \x01(\r\"\xfe\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\ndeadline_s\x18\x05 \x01(\x01\x12)\n\x06target\x18\x06 \x01(\x0b\x32\x19.kvferry.v1.HandoffTarget\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x18\n\x10output_token_ids\x18\t \x03(\r\x12\x11\n\trouter_id\x18\x0b \x01(\t\"v\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.FirstTokenH\x00\x12+\n\nhanded_off\x18\x02 \x01(\x0b\x32\x15.kvferry.v1.HandedOffH\x00\x42\x07\n\x05\x65vent\"\xe5\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12+\n\x08logprobs\x18\x02 \x01(\x0b\x32\x19.kvferry.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x19\n\x11prefill_started_s\x18\x04 \x01(\x01\x12\x1a\n\x12transfer_started_s\x18\x05 \x01(\x01\x12\x15\n\rfirst_token_s\x18\x06 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\"8\n\tHandedOff\x12\x18\n\x10transfer_ended_s\x18\x01 \x01(\x01\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.kvferry.v1.PrefillRequest\x1a\x1b.kvferry.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.v1.prefill_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HANDOFFTARGET']._serialized_start=65
-  _globals['_HANDOFFTARGET']._serialized_end=156
-  _globals['_PREFILLREQUEST']._serialized_start=159
-  _globals['_PREFILLREQUEST']._serialized_end=413
-  _globals['_PREFILLRESPONSE']._serialized_start=415
-  _globals['_PREFILLRESPONSE']._serialized_end=533
-  _globals['_FIRSTTOKEN']._serialized_start=536
-  _globals['_FIRSTTOKEN']._serialized_end=765
-  _globals['_HANDEDOFF']._serialized_start=767
-  _globals['_HANDEDOFF']._serialized_end=823
-  _globals['_PREFILLSERVICE']._serialized_start=825
-  _globals['_PREFILLSERVICE']._serialized_end=911
+  _globals['_HANDOFFTARGET']._serialized_end=172
+  _globals['_PREFILLREQUEST']._serialized_start=175
+  _globals['_PREFILLREQUEST']._serialized_end=429
+  _globals['_PREFILLRESPONSE']._serialized_start=431
+  _globals['_PREFILLRESPONSE']._serialized_end=549
+  _globals['_FIRSTTOKEN']._serialized_start=552
+  _globals['_FIRSTTOKEN']._serialized_end=781
+  _globals['_HANDEDOFF']._serialized_start=783
+  _globals['_HANDEDOFF']._serialized_end=839
+  _globals['_PREFILLSERVICE']._serialized_start=841
+  _globals['_PREFILLSERVICE']._serialized_end=927
 # @@protoc_insertion_point(module_scope)

@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HandoffTarget(_message.Message):
-    __slots__ = ("address", "lease", "num_held_blocks")
+    __slots__ = ("address", "lease", "num_held_blocks", "writer")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
     address: str
     lease: _common_pb2.Lease
     num_held_blocks: int
-    def __init__(self, address: _Optional[str] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., num_held_blocks: _Optional[int] = ...) -> None: ...
+    writer: int
+    def __init__(self, address: _Optional[str] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., num_held_blocks: _Optional[int] = ..., writer: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
     __slots__ = ("request_id", "prompt_token_ids", "sampling", "priority", "deadline_s", "target", "cache_salt", "output_token_ids", "router_id")

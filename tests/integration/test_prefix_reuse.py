@@ -233,13 +233,13 @@ async def test_a_block_for_a_shared_place_is_refused_and_not_written(watch, monk
     refusals = []
     put = Receiver.put
 
-    def push_more(self, reservation, part):
-        for index in range(reservation.num_held_blocks):
+    def push_more(self, writing, part):
+        for index in range(writing.reservation.num_held_blocks):
             forged = type(part)(
                 index, part.generation, part.checksum, part.layers, part.heads, bytes(part.data)
             )
-            refusals.append(put(self, reservation, forged))
-        return put(self, reservation, part)
+            refusals.append(put(self, writing, forged))
+        return put(self, writing, part)
 
     monkeypatch.setattr(Receiver, "put", push_more)
     await system.ask([*PROMPT, 1, 2, 3], 8)

@@ -141,6 +141,29 @@ async def test_a_request_whose_workers_die_over_and_over_is_given_up_and_named(s
     await system.all_free()
 
 
+async def test_an_accepted_request_waits_where_the_prefill_queues_are_full(start_system):
+    slow = {"max_waiting": 1, "max_step_tokens": 8, "engine": {"step_time_s": 0.05}}
+    system = await start_system(1, 2, prefill=slow, decode={"engine": {"step_time_s": 0.02}})
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    generation = system.client.generate([5, 7], sampling)
+    token_ids: list[int] = []
+    others: list[asyncio.Task[Any]] = []
+    async for delta in generation:
+        token_ids += delta.token_ids
+        if not others and len(token_ids) > 3:
+            victim = await decoding_worker(system)
+            prompts = ([3] * 60, [4] * 60)
+            few = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+            others = [asyncio.create_task(system.client.generate(p, few).wait()) for p in prompts]
+            while not system.workers["prefill-0"].loop.scheduler.num_waiting:
+                await asyncio.sleep(0.005)
+            await system.stop(victim)
+    assert len(token_ids) == 40
+    assert system.workers["prefill-0"].loop.counters["prefills_refused"] > 0
+    await asyncio.gather(*others)
+    await system.all_free()
+
+
 async def test_a_silent_worker_is_left_and_its_requests_carry_on(start_system, tiny):
     sampling = SamplingParams(max_tokens=64, seed=4, ignore_eos=True)
     expected = [token.token_id for token in tiny.generate(sampling)]
@@ -160,3 +183,23 @@ async def test_a_silent_worker_is_left_and_its_requests_carry_on(start_system, t
     async with asyncio.timeout(10):  # It joins again by itself.
         while left not in {w.worker_id for w in system.router.registry}:
             await asyncio.sleep(0.02)
+
+
+async def test_a_request_with_more_tokens_than_there_are_blocks_waits_for_workers_too(start_system, tiny):
+    """How much room it needs is known only once a worker is there to say how large a block is."""
+    sampling = SamplingParams(max_tokens=80, seed=4, ignore_eos=True)
+    expected = [token.token_id for token in tiny.generate(sampling)]
+    system = await start_system(1, 1, **tiny.settings)
+    generation = system.client.generate(tiny.prompt, sampling)
+    token_ids: list[int] = []
+    async for delta in generation:
+        token_ids += delta.token_ids
+        if len(token_ids) >= 5 and "decode-0" in system.workers:
+            await system.stop("prefill-0")
+            await system.stop("decode-0")
+            async with asyncio.timeout(10):
+                while system.router.admission.num_queued == 0:
+                    await asyncio.sleep(0.005)
+            await system.add_decode("decode-1")
+            await system.add_prefill("prefill-1")
+    assert token_ids == expected

@@ -49,8 +49,8 @@ class Side:
     def reserve(self, request_id: str = "req-1", num_held_blocks: int = 0) -> Reservation:
         return self.table.grant(request_id, list(TARGET_BLOCKS), len(SOURCE_BLOCKS), num_held_blocks)
 
-    def target(self, lease: Lease) -> Target:
-        return Target(self.address, lease)
+    def target(self, lease: Lease, writer: int = 0) -> Target:
+        return Target(self.address, lease, writer)
 
     async def send_all(self, transport: GrpcTransport, reservation: Reservation, order=(0, 1, 2)) -> None:
         """One whole transfer of the source blocks."""

@@ -171,12 +171,44 @@ async def test_two_writers_cannot_fill_one_reservation(side, transport, until):
 
 
 async def test_another_writer_takes_over_where_the_first_one_was_lost(side, source, transport, until):
+    """What has landed is not sent again."""
     reservation = side.reserve()
     first = transport.open(side.target(reservation.lease), 3)
     await first.send([(0, side.source_blocks[0])])
+    await until(lambda: reservation.checksums)
     await first.abort()
     await until(lambda: reservation.state is ReservationState.RESERVED)
-    await side.send_all(transport, reservation)
+    second = transport.open(side.target(reservation.lease, writer=1), 3)
+    await second.send(list(enumerate(side.source_blocks)))
+    await second.finish(42)
+    assert side.has_all_of(source)
+    assert second.num_bytes == 2 * side.shape.num_bytes
+    assert side.receiver.num_blocks_received == 3
+    assert not side.receiver.refused
+
+
+async def test_a_writer_that_was_only_slow_is_refused_once_another_has_taken_over(
+    side, source, transport, until
+):
+    reservation = side.reserve()
+    slow = transport.open(side.target(reservation.lease), 3)
+    await slow.send([(0, side.source_blocks[0])])
+    await until(lambda: reservation.checksums)
+    second = transport.open(side.target(reservation.lease, writer=1), 3)
+    await second.send([(1, side.source_blocks[1])])
+    await until(lambda: len(reservation.checksums) == 2)
+    with pytest.raises(TransferFailed):
+        await slow.send([(2, side.source_blocks[0])])
+        await slow.finish(41)
+    # Its end did not end the second one's right, and it cannot come back.
+    late = transport.open(side.target(reservation.lease), 3)
+    with pytest.raises(TransferFailed, match="another writer has taken over"):
+        await late.finish(41)
+    await late.abort()
+    await second.send([(2, side.source_blocks[2])])
+    await second.finish(42)
+    assert side.completed == [reservation]
+    assert reservation.first_token_id == 42
     assert side.has_all_of(source)
 
 
