@@ -108,7 +108,11 @@ class Deployment:
             self._say(f"{member.name}: at {address}")
             await self._routed.wait()
             assert self.addresses is not None
-            await member.call("set_routers", [self.addresses.grpc])
+            await self.join(member, address, self.addresses.grpc)
+
+    async def join(self, member: Member, address: str, router: str) -> None:
+        """Has a worker, which listens at `address`, join the router. Raises `Lost`."""
+        await member.call("set_routers", [router])
 
     async def _report_slow_starts(self) -> NoReturn:
         while True:
@@ -121,8 +125,8 @@ class Deployment:
         self.addresses = addresses
         self._routed.set()
         self._say(f"router: at {addresses.grpc} (gRPC) and http://{addresses.http}")
-        up = [worker for worker in self.workers if worker.state == "ready"]
-        calls = (worker.call("set_routers", [addresses.grpc]) for worker in up)
+        up = [(worker, worker.address) for worker in self.workers if worker.state == "ready"]
+        calls = (self.join(worker, address, addresses.grpc) for worker, address in up)
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _wait_until_ready(self) -> None:

@@ -86,6 +86,8 @@ class Member:
     def __init__(self, plan: Plan, cluster: Cluster, say: Say) -> None:
         self.name = plan.name
         self.state: State = "waiting for resources"
+        # What `start` returned last.
+        self.address: Any = None
         self._plan = plan
         self._cluster = cluster
         self._say = say
@@ -108,6 +110,7 @@ class Member:
             address = await self.call("address")
         if address is None:
             address = await self._ask("start", None)
+        self.address = address
         self.state = "ready"
         return address
 

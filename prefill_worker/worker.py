@@ -66,6 +66,10 @@ class PrefillWorker:
         """Joins exactly these routers."""
         self._host.membership.set_routers(routers)
 
+    def publish(self, address: str) -> None:
+        """Peers reach the worker at this address, once it joins a router anew."""
+        self._host.publish(address)
+
     async def wait(self) -> None:
         """Returns when the worker was stopped; raises what ended its loop otherwise."""
         await self._host.wait()

@@ -29,6 +29,10 @@ class Worker(Protocol):
         """Joins exactly these routers."""
         ...
 
+    def publish(self, address: str) -> None:
+        """Peers reach the worker at this address, such as a proxy's, once it joins a router anew."""
+        ...
+
     async def wait(self) -> None:
         """Returns when the worker was stopped; raises what ended its loop otherwise."""
         ...
@@ -72,6 +76,10 @@ class WorkerActor(ABC):
     async def set_routers(self, routers: Sequence[str]) -> None:
         """Joins exactly these routers."""
         self._worker.set_routers(routers)
+
+    async def publish(self, address: str) -> None:
+        """Peers reach the worker at this address, such as a proxy's, once it joins a router anew."""
+        self._worker.publish(address)
 
     async def stop(self) -> None:
         """Leaves the routers and ends all requests."""

@@ -53,6 +53,10 @@ class WorkerHost:
         self.membership.set_routers(routers)
         return self._registration.address
 
+    def publish(self, address: str) -> None:
+        """Peers reach the worker at this address, once it joins a router anew."""
+        self._registration.address = address
+
     async def wait(self) -> None:
         """Returns when the worker was stopped; raises what ended its loop otherwise."""
         assert self._running is not None

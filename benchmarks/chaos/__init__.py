@@ -1,0 +1,1 @@
+"""Faults by a seed over a live deployment: real processes, real gRPC, real Ray actors."""
