@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from decode_worker.loop import DecodeLoop, DecodeRequest
 from decode_worker.streams import StepTokens
-from engine.engine import SampledToken
+from engine.engine import ModelInfo, SampledToken
 from engine.finish import FinishReason
 from kv_transfer.receiver import Receiver
 from kvferry.sampling import SamplingParams
@@ -21,6 +21,7 @@ from scheduling.block_feed import BlockChanges
 from scheduling.block_hash import BlockHashes
 from scheduling.sequence import blocks_for
 from worker import reports
+from worker.requests import tokens_of
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -30,14 +31,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self,
         loop: DecodeLoop,
         allocator: BlockAllocator,
-        model_digest: str,
+        model: ModelInfo,
         block_size: int,
         is_joined: Callable[[str], bool],
     ) -> None:
         """`is_joined(router_id)`: whether that router hears this worker's tokens."""
         self._loop = loop
         self._allocator = allocator
-        self._model_digest = model_digest
+        self._model = model
         self._block_size = block_size
         self._is_joined = is_joined
 
@@ -50,8 +51,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 f"router_id: {request.router_id} has no open Join stream here",
             )
         try:
-            hashes = BlockHashes(self._model_digest, request.cache_salt, self._block_size)
-            decoding = _from_proto(request, hashes)
+            hashes = BlockHashes(self._model.model_digest, request.cache_salt, self._block_size)
+            decoding = _from_proto(request, self._model.vocab_size, hashes)
             self._check_size(decoding)
             reservation = self._loop.reserve(decoding)
         except ValidationError as error:
@@ -90,10 +91,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return pb.ReleaseResponse()
 
 
-def _from_proto(request: pb.ReserveRequest, hashes: BlockHashes) -> DecodeRequest:
-    if not request.request_id or not request.prompt_token_ids:
-        field = "prompt_token_ids" if request.request_id else "request_id"
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+def _from_proto(request: pb.ReserveRequest, vocab_size: int, hashes: BlockHashes) -> DecodeRequest:
+    tokens = tokens_of(request, vocab_size)
     sampling = SamplingParams.from_message(request.sampling)
     if sampling.max_tokens is None or sampling.seed is None:
         raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
@@ -101,7 +100,7 @@ def _from_proto(request: pb.ReserveRequest, hashes: BlockHashes) -> DecodeReques
     return DecodeRequest(
         request_id=request.request_id,
         router_id=request.router_id,
-        tokens=[*request.prompt_token_ids, *request.output_token_ids],
+        tokens=tokens,
         num_prompt_tokens=len(request.prompt_token_ids),
         sampling=sampling,
         priority=request.priority,

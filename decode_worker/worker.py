@@ -48,7 +48,7 @@ class DecodeWorker:
             server.DecodeServicer(
                 loop,
                 allocator,
-                engine.info.model_digest,
+                engine.info,
                 shape.block_size,
                 lambda router: router in self._host.membership.router_ids,
             ),

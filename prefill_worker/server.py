@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
+from engine.engine import ModelInfo
 from engine.finish import FinishReason
 from kv_transfer.reservation import Lease
 from kv_transfer.transport import Target, TransferFailed
@@ -20,14 +21,15 @@ from scheduling.block_feed import BlockChanges
 from scheduling.block_hash import BlockHashes
 from scheduling.sequence import Sequence
 from worker import reports
+from worker.requests import tokens_of
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """PrefillService over a loop."""
 
-    def __init__(self, loop: PrefillLoop, model_digest: str, block_size: int) -> None:
+    def __init__(self, loop: PrefillLoop, model: ModelInfo, block_size: int) -> None:
         self._loop = loop
-        self._model_digest = model_digest
+        self._model = model
         self._block_size = block_size
 
     async def Prefill(
@@ -76,16 +78,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return job
 
     def _from_proto(self, request: pb.PrefillRequest) -> PrefillJob:
-        if not request.request_id or not request.prompt_token_ids:
-            field = "prompt_token_ids" if request.request_id else "request_id"
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"{field}: must not be empty")
+        tokens = tokens_of(request, self._model.vocab_size)
         try:
             sampling = SamplingParams.from_message(request.sampling)
         except ValidationError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"sampling: {error}") from error
         if sampling.max_tokens is None or sampling.seed is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "sampling: max_tokens and seed must be set")
-        tokens = [*request.prompt_token_ids, *request.output_token_ids]
         if request.target.num_held_blocks > len(tokens) // self._block_size:
             raise Refused(
                 grpc.StatusCode.INVALID_ARGUMENT, "target.num_held_blocks: more than the prompt's full blocks"
@@ -97,7 +96,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 num_prompt_tokens=len(request.prompt_token_ids),
                 priority=request.priority,
                 arrived_s=asyncio.get_running_loop().time(),
-                hashes=BlockHashes(self._model_digest, request.cache_salt, self._block_size),
+                hashes=BlockHashes(self._model.model_digest, request.cache_salt, self._block_size),
             ),
             sampling=sampling,
             target=_target(request.target),

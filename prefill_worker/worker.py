@@ -38,7 +38,7 @@ class PrefillWorker:
         grpc_server = GrpcServer()
         grpc_server.add(
             "kvferry.v1.PrefillService",
-            server.PrefillServicer(loop, engine.info.model_digest, block_size),
+            server.PrefillServicer(loop, engine.info, block_size),
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
         )
         self._host = WorkerHost(

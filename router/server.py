@@ -152,7 +152,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             if message.HasField("load"):
                 self._router.registry.report(worker, message.load)
             elif message.HasField("step"):
-                worker.take_step(message.step)
+                step = message.step
+                if not len(step.generations) == len(step.output_indices) == len(step.token_ids):
+                    raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "step: the lists differ in length")
+                worker.take_step(step)
         return "it closed its stream"
 
 
@@ -164,9 +167,24 @@ async def _registration(messages: AsyncIterator[registry_pb2.JoinRequest]) -> re
         raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "registration: none came") from None
     except StopAsyncIteration:
         raise Refused(grpc.StatusCode.CANCELLED, "it closed its stream") from None
-    if not first.HasField("registration") or not first.registration.worker_id:
-        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be first, with a worker_id")
+    if not first.HasField("registration"):
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "registration: must be first")
+    if field := _unfit(first.registration):
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, f"registration.{field}: must be set")
     return first.registration
+
+
+def _unfit(registration: registry_pb2.Registration) -> str:
+    """The field without which nothing can be placed on a worker; "" where all are there."""
+    capabilities = registration.capabilities
+    has = {
+        "worker_id": bool(registration.worker_id),
+        "address": bool(registration.address),
+        "role": registration.role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE),
+        "capabilities.block_size": capabilities.block_size > 0,
+        "capabilities.num_blocks": capabilities.num_blocks > 0,
+    }
+    return next((field for field, is_there in has.items() if not is_there), "")
 
 
 async def _silence(worker: Worker) -> str:
