@@ -163,6 +163,65 @@ def audit(
         _write("Nothing is held but by live requests.\n")
 
 
+@app.command(
+    epilog="Example:  kvferry simulate deploy/local.yaml --costs costs.json --rate 4 --requests 1000"
+)
+def simulate(
+    config: Annotated[Path, typer.Argument(help="A deployment in YAML, with the sizes of the KV caches.")],
+    costs: Annotated[
+        Path, typer.Option(help="What workers cost: cost models, or a published profile (JSON).")
+    ],
+    trace: Annotated[
+        Path | None, typer.Option(help=".jsonl as Mooncake's, or .csv: arrival,prompt,output.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Without a trace: how many are drawn.")] = 1000,
+    prompt: Annotated[int, typer.Option(min=1, help="Without a trace: mean tokens of a prompt.")] = 512,
+    output: Annotated[int, typer.Option(min=1, help="Without a trace: mean tokens of an output.")] = 128,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-9, help="Requests a second; by default the trace's, else 1.")
+    ] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode workers.")] = None,
+    ttft: Annotated[float, typer.Option(help="Target of the time to the first token, in seconds.")] = 1.0,
+    tpot: Annotated[float, typer.Option(help="Target of the time a token after it, in seconds.")] = 0.1,
+    profile: Annotated[
+        str | None, typer.Option(help="The model's name where --costs is a profile as DistServe's.")
+    ] = None,
+    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel degree in the profile.")] = 1,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel degree in the profile.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run a load through a deployment in simulated time: its latencies, goodput, use and waits.
+
+    Schedulers, placement and queues are the ones that serve; steps and transfers take what --costs says.
+    """
+    from rich.console import Console
+
+    from kvferry import config as settings
+    from kvferry.progress import ProgressBar
+    from simulator import costs as cost_files
+    from simulator import report, traces
+    from simulator.simulation import Simulation
+
+    with _errors():
+        values = settings.load(config).model_dump(exclude_unset=True)
+        for path, value in {("prefill", "count"): prefill, ("decode", "count"): decode}.items():
+            if value is not None:
+                _put(values, path, value)
+        known = cost_files.load(costs, profile, prefill_tp, decode_tp)
+        if trace is None:
+            load = list(traces.poisson(rate or 1.0, requests, prompt, output))
+        else:
+            load = traces.at_rate(traces.load(trace), rate) if rate else traces.load(trace)
+        with ProgressBar(Console(stderr=True)) as progress:
+            simulation = Simulation(settings.parse(values, source="options"), known, progress=progress)
+            result = report.summary(simulation.run(load), ttft, tpot)
+    if as_json:
+        _write(json.dumps(result, indent=2) + "\n")
+    else:
+        Console().print(report.table(result))
+
+
 @model_app.command(epilog="Example:  KVFERRY_CACHE=/data/kvferry kvferry model pull")
 def pull() -> None:
     """Fetch the demo model (SmolLM2-135M-Instruct, 93 MB) and convert it, once."""
@@ -239,10 +298,12 @@ def _errors() -> Iterator[None]:
     from kvferry.config import ConfigError
     from kvferry.errors import KvferryError
     from kvferry.models import ModelNotFound
+    from simulator.costs import CostsError
+    from simulator.traces import TraceError
 
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, CostsError, TraceError) as error:
         _fail(str(error), status=2)
     except (KvferryError, LaunchFailed, ModelNotFound, PullFailed) as error:
         _fail(str(error), status=1)

@@ -25,6 +25,9 @@ class BlockState(Enum):
     RESERVED = "reserved"  # KV is on its way: only the lease holder may write.
     RUNNING = "running"  # Only this worker's own steps write.
 
+    # Members are singletons; Enum's own hash is Python code, and is called several times a block.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
@@ -193,10 +196,14 @@ class BlockAllocator:
         self._count(block, state, 1)
 
     def _count(self, block: int, state: BlockState, change: int) -> None:
-        if (before := self._state(block)) is not None:
-            self._num_held[before] -= 1
+        before = self._state(block)
         self._num_owners[state][block] += change
-        if (after := self._state(block)) is not None:
+        after = self._state(block)
+        if before is after:
+            return
+        if before is not None:
+            self._num_held[before] -= 1
+        if after is not None:
             self._num_held[after] += 1
 
     def _state(self, block: int) -> BlockState | None:

@@ -19,6 +19,11 @@ class BatchLimit:
         self._max_size = max_size
         self._target_s = target_s
 
+    @property
+    def adapts(self) -> bool:
+        """Whether the size follows the time of steps."""
+        return self._target_s is not None
+
     def observe(self, num_rows: int, step_s: float) -> None:
         """A step of so many decode rows and nothing else took `step_s`.
 

@@ -194,6 +194,42 @@ class DecodeScheduler:
         if not self._num_chunks:
             self._batch.observe(self._num_rows, step_s)
 
+    def num_repeats(self, max_repeats: int) -> int:
+        """How often the last plan would certainly come again, up to `max_repeats`, with a token more a row.
+
+        That is, if nothing joins or leaves, blocks included, and no output ends. For a simulator, to which
+        the steps between two changes are one; 0 where that is not so simple.
+        """
+        num_rows = self._num_rows
+        if self._batch.adapts or self._preempted or self._num_chunks or num_rows != len(self._running):
+            return 0
+        while max_repeats > 0 and self._num_growth(max_repeats) > self._allocator.num_available:
+            max_repeats //= 2
+        return max(0, max_repeats)
+
+    def repeat(self, num_steps: int, token_id: int) -> list[Scheduled]:
+        """As `advance` of each row with this token and `schedule`, so many times; the plan that runs then.
+
+        At most `num_repeats`, of a plan that is all decode rows.
+        """
+        rows = sorted(self._running.values(), key=lambda sequence: sequence.rank)
+        for sequence in rows:
+            start = sequence.num_computed
+            sequence.num_computed += num_steps
+            sequence.tokens.extend([token_id] * num_steps)
+            if sequence.num_computed // self._block_size > start // self._block_size:
+                self._publish(sequence)
+            grown = self._grow(sequence)
+            assert grown, "more repeats than num_repeats"
+        return [Scheduled(each, each.num_computed, len(each.tokens)) for each in rows]
+
+    def _num_growth(self, num_steps: int) -> int:
+        """Blocks that so many more tokens of each running sequence take."""
+        return sum(
+            max(0, blocks_for(len(each.tokens) + num_steps, self._block_size) - len(each.block_table))
+            for each in self._running.values()
+        )
+
     def _decode_rows(self) -> tuple[list[Scheduled], list[Sequence]]:
         ranked = sorted(self._running.values(), key=lambda sequence: sequence.rank)
         rows: list[Scheduled] = []
