@@ -163,9 +163,7 @@ def audit(
         _write("Nothing is held but by live requests.\n")
 
 
-@app.command(
-    epilog="Example:  kvferry simulate deploy/local.yaml --costs costs.json --rate 4 --requests 1000"
-)
+@app.command(epilog="Example:  kvferry simulate deployment.yaml --costs costs.json --rate 4 --requests 1000")
 def simulate(
     config: Annotated[Path, typer.Argument(help="A deployment in YAML, with the sizes of the KV caches.")],
     costs: Annotated[
@@ -220,6 +218,69 @@ def simulate(
         _write(json.dumps(result, indent=2) + "\n")
     else:
         Console().print(report.table(result))
+
+
+@app.command(epilog="Example:  kvferry plan deployment.yaml --costs costs.json --max-devices 4 --ttft 0.5")
+def plan(
+    config: Annotated[Path, typer.Argument(help="A deployment in YAML, with the sizes of the KV caches.")],
+    costs: Annotated[Path, typer.Option(help="As in `kvferry simulate`.")],
+    max_devices: Annotated[int, typer.Option(min=2, help="Devices of both pools together, at most.")] = 4,
+    trace: Annotated[Path | None, typer.Option(help="As in `kvferry simulate`; its rate is varied.")] = None,
+    requests: Annotated[int, typer.Option(min=2, help="Without a trace: how many are drawn.")] = 1000,
+    prompt: Annotated[int, typer.Option(min=1, help="Without a trace: mean tokens of a prompt.")] = 512,
+    output: Annotated[int, typer.Option(min=1, help="Without a trace: mean tokens of an output.")] = 128,
+    ttft: Annotated[float, typer.Option(help="Target of the time to the first token, in seconds.")] = 1.0,
+    tpot: Annotated[float, typer.Option(help="Target of the time a token after it, in seconds.")] = 0.1,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of the requests that must meet both.")
+    ] = 0.9,
+    tp: Annotated[list[int], typer.Option(help="Tensor-parallel degrees to try; may be repeated.")] = [1],  # noqa: B006 - typer's way to give a default
+    chunk: Annotated[list[int], typer.Option(help="Prefill chunks to try; may be repeated.")] = [],  # noqa: B006
+    batch: Annotated[list[int], typer.Option(help="Decode batches to try; may be repeated.")] = [],  # noqa: B006
+    profile: Annotated[str | None, typer.Option(help="As in `kvferry simulate`; --tp is of it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Search the pools with the highest rate for each device at which a share of requests meets its targets.
+
+    Each candidate's rate is found by bisection over simulations of the load. Prints the best candidate for
+    each number of devices. The sizes of the caches are the file's at every degree.
+    """
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from kvferry import config as settings
+    from kvferry.progress import ProgressBar
+    from simulator import costs as cost_files
+    from simulator import plan as planning
+    from simulator import traces
+
+    candidates = list(planning.settings(max_devices, tp, chunk or [None], batch or [None]))
+    if not candidates:
+        _fail(f"--max-devices: {max_devices} hold no prefill and decode worker of TP {min(tp)}", status=2)
+    with _errors():
+        deployment = settings.load(config)
+        drawn = list(traces.poisson(1.0, requests, prompt, output)) if trace is None else traces.load(trace)
+        with ProgressBar(Console(stderr=True)) as progress:
+            planned = planning.plan(
+                deployment,
+                lambda prefill_tp, decode_tp: cost_files.load(costs, profile, prefill_tp, decode_tp),
+                drawn,
+                planning.Targets(ttft, tpot, share),
+                candidates,
+                progress,
+            )
+    points = planning.frontier(planned)
+    if as_json:
+        rows = {
+            name: [
+                {**asdict(p.setting), "num_devices": p.setting.num_devices, "rate": p.rate} for p in listed
+            ]
+            for name, listed in (("frontier", points), ("all", planned))
+        }
+        _write(json.dumps(rows, indent=2) + "\n")
+    else:
+        Console().print(planning.table(points))
 
 
 @model_app.command(epilog="Example:  KVFERRY_CACHE=/data/kvferry kvferry model pull")

@@ -74,6 +74,8 @@ class BlockAllocator:
         self._holdings: dict[str, _Holding] = {}
         # How many owners of each state hold each block.
         self._num_owners = {state: [0] * num_blocks for state in BlockState}
+        self._num_running_owners = self._num_owners[BlockState.RUNNING]
+        self._num_reserved_owners = self._num_owners[BlockState.RESERVED]
         self._num_held = dict.fromkeys(BlockState, 0)
 
     @property
@@ -139,10 +141,13 @@ class BlockAllocator:
         # The shared ones are held first: else they might be evicted for the others.
         for block in blocks:
             self._add_owner(block, state)
-        for _ in range(num_blocks - len(blocks)):
+        num_owners = self._num_owners[state]
+        num_new = num_blocks - len(blocks)
+        for _ in range(num_new):
             block = self._free.pop() if self._free else self.cache.evict()
-            self._add_owner(block, state)
+            num_owners[block] = 1  # Nobody held it.
             blocks.append(block)
+        self._num_held[state] += num_new
         held.blocks += blocks
         return list(blocks)
 
@@ -186,8 +191,7 @@ class BlockAllocator:
                 # Its copy may be shared instead of this one, or may have been evicted.
                 self.cache.name(block, held.hashes[index])
                 self.cache.used(held.hashes[index])
-            self._count(block, held.state, -1)
-            if self._state(block) is None and not self.cache.let_go(block):
+            if self._count(block, held.state, -1) is None and not self.cache.let_go(block):
                 self._free.append(block)
         return len(held.blocks)
 
@@ -195,22 +199,23 @@ class BlockAllocator:
         self.cache.hold(block)
         self._count(block, state, 1)
 
-    def _count(self, block: int, state: BlockState, change: int) -> None:
+    def _count(self, block: int, state: BlockState, change: int) -> BlockState | None:
+        """Returns what the block counts as from now on."""
         before = self._state(block)
         self._num_owners[state][block] += change
         after = self._state(block)
-        if before is after:
-            return
-        if before is not None:
-            self._num_held[before] -= 1
-        if after is not None:
-            self._num_held[after] += 1
+        if before is not after:
+            if before is not None:
+                self._num_held[before] -= 1
+            if after is not None:
+                self._num_held[after] += 1
+        return after
 
     def _state(self, block: int) -> BlockState | None:
         """What a block counts as; None where nobody holds it."""
-        if self._num_owners[BlockState.RUNNING][block]:
+        if self._num_running_owners[block]:
             return BlockState.RUNNING
-        return BlockState.RESERVED if self._num_owners[BlockState.RESERVED][block] else None
+        return BlockState.RESERVED if self._num_reserved_owners[block] else None
 
     def check(self) -> None:
         """Counts every block afresh. Raises ConservationError; for idle moments and audits."""
