@@ -123,7 +123,8 @@ class Membership:
         loop = asyncio.get_running_loop()
         next_report_s = loop.time()
         next_step_s = 0.0
-        while True:
+        # gRPC may ask for messages after the stream has broken: what there is belongs to the next one.
+        while self._wake.get(router_id) is wake:
             if loop.time() >= next_report_s:
                 next_report_s = loop.time() + HEARTBEAT_S
                 yield pb.JoinRequest(load=self._load(router_id))
@@ -133,6 +134,8 @@ class Membership:
             wake.clear()
             if (early_s := next_step_s - loop.time()) > 0:
                 await asyncio.sleep(early_s)
+            if self._wake.get(router_id) is not wake:
+                return
             if (step := self._take_step(router_id)) is not None:
                 next_step_s = loop.time() + MIN_STEP_INTERVAL_S
                 yield pb.JoinRequest(step=step)
