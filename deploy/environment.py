@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 
 from kvferry.config import Resources
 
@@ -12,7 +13,7 @@ def on_a_cluster() -> bool:
 
 
 def prepare() -> None:
-    """Sets what this process has not set itself. Call it before `ray` is imported."""
+    """Sets what this process has not set itself. Raises RuntimeError where Ray has read it already."""
     wanted = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SCHEDULER_EVENTS": "0", "RAY_DEDUP_LOGS": "0"}
     if not on_a_cluster():
         # A cluster of one machine listens on loopback only: whoever reaches Ray's ports can run code.
@@ -21,8 +22,11 @@ def prepare() -> None:
         wanted |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         # An actor that was given no GPU sees none.
         wanted["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "1"
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    if missing and "ray" in sys.modules:
+        # Its servers would ask for a token of which this process knows nothing.
+        raise RuntimeError(f"Ray was imported before its environment was set: {', '.join(missing)}")
+    os.environ.update(missing)
 
 
 # How torch's allocator deals with a GPU's memory; the second is the name that older releases know.

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from deploy import environment
 from kvferry.config import RouterConfig
 from kvferry.results import TokenLogprobs
 from router.events import Delta, Finished, Request, RequestSpec
@@ -18,6 +19,9 @@ from router.model_spec import ModelSpec
 from router.output import OutputBuilder
 from router.tokenizer import Tokenizer
 from router.validation import validate
+
+# Ray reads it when it is imported, and any test module may be the first that does.
+environment.prepare()
 
 CHATML = (
     "{% for message in messages %}"

@@ -6,17 +6,13 @@ import signal
 import sys
 
 import pytest
+import ray
 
 from deploy import environment
-
-environment.prepare()
-
-import ray  # noqa: E402 - reads its environment when it is imported
-
-from deploy.cluster import Cluster, describe, request_of  # noqa: E402
-from deploy.member import Lost, Member, Plan, StartFailed  # noqa: E402
-from kvferry.config import Resources  # noqa: E402
-from kvferry.models import ModelNotFound  # noqa: E402
+from deploy.cluster import Cluster, describe, request_of
+from deploy.member import Lost, Member, Plan, StartFailed
+from kvferry.config import Resources
+from kvferry.models import ModelNotFound
 
 pytestmark = pytest.mark.slow
 
