@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decode_worker.streams import TokenStreams
+from decode_worker.streams import End, TokenStreams
 from engine.engine import Engine, SampledToken
-from engine.finish import FinishReason, finish_reason
+from engine.finish import finish_reason
 from kv_transfer.reservation import Reservation, ReservationState, ReservationTable
 from kvferry.sampling import SamplingParams
 from scheduling.allocator import BlockAllocator
@@ -139,7 +139,7 @@ class DecodeLoop:
             if plan.preempted:
                 self.counters["preemptions"] += len(plan.preempted)
             for sequence in plan.outgrown:
-                self._end(self.requests[sequence.request_id], None, "it outgrew the KV cache")
+                self._fail(self.requests[sequence.request_id], "it outgrew the KV cache")
                 self._streams.flush()
             if plan.scheduled:
                 await self._step(plan.scheduled)
@@ -177,7 +177,7 @@ class DecodeLoop:
             return
         if isinstance(result, Exception):
             logger.error("%s failed in a decode step", request.request_id, exc_info=result)
-            self._end(request, None, f"decode step failed: {type(result).__name__}")
+            self._fail(request, f"decode step failed: {type(result).__name__}")
             return
         self.scheduler.advance(work, None if result is None else result.token_id)
         if result is None:
@@ -195,10 +195,13 @@ class DecodeLoop:
             max_context_tokens=info.max_context_tokens,
         )
         if reason is not None:
-            self._end(request, reason)
+            self._end(request, End(generation, reason, sequence.num_output_tokens))
 
-    def _end(self, request: DecodeRequest, reason: FinishReason | None, error: str = "") -> None:
-        self._streams.end(request.router_id, self._generation(request), reason, error)
+    def _fail(self, request: DecodeRequest, error: str) -> None:
+        self._end(request, End(self._generation(request), error=error))
+
+    def _end(self, request: DecodeRequest, end: End) -> None:
+        self._streams.end(request.router_id, end)
         self.release(request.request_id)
 
     def _generation(self, request: DecodeRequest) -> int:
@@ -215,6 +218,6 @@ class DecodeLoop:
                 reservation = self.reservations.get(request.request_id)
                 assert reservation is not None
                 self.counters["deadlines_exceeded"] += 1
-                self._end(request, None, f"deadline exceeded while {reservation.state.name}")
+                self._fail(request, f"deadline exceeded while {reservation.state.name}")
             if expired:
                 self._streams.flush()

@@ -8,9 +8,8 @@ import grpc
 from pydantic import ValidationError
 
 from decode_worker.loop import DecodeLoop, DecodeRequest
-from decode_worker.streams import StepTokens
+from decode_worker.streams import End, StepTokens
 from engine.engine import ModelInfo, SampledToken
-from engine.finish import FinishReason
 from kv_transfer.receiver import Receiver
 from kvferry.sampling import SamplingParams
 from kvferry.v1 import admin_pb2, common_pb2, decode_pb2_grpc, registry_pb2
@@ -144,7 +143,7 @@ def step_update(tokens: StepTokens) -> registry_pb2.StepUpdate:
         output_indices=tokens.output_indices,
         token_ids=tokens.token_ids,
         logprobs=[registry_pb2.StepLogprobs(row=row, logprobs=_logprobs(t)) for row, t in tokens.logprobs],
-        ended=[_ended(*ended) for ended in tokens.ended],
+        ended=[_ended(end) for end in tokens.ended],
     )
 
 
@@ -153,6 +152,10 @@ def _logprobs(token: SampledToken) -> common_pb2.TokenLogprobs:
     return common_pb2.TokenLogprobs(logprob=token.logprob, top=top)
 
 
-def _ended(generation: int, reason: FinishReason | None, error: str) -> registry_pb2.Ended:
-    name = f"FINISH_REASON_{reason.name}" if reason else "FINISH_REASON_UNSPECIFIED"
-    return registry_pb2.Ended(generation=generation, finish_reason=name, error=error)
+def _ended(end: End) -> registry_pb2.Ended:
+    return registry_pb2.Ended(
+        generation=end.generation,
+        finish_reason=f"FINISH_REASON_{end.reason.name}" if end.reason else "FINISH_REASON_UNSPECIFIED",
+        num_output_tokens=end.num_output_tokens,
+        error=end.error,
+    )

@@ -7,18 +7,29 @@ from engine.engine import SampledToken
 from engine.finish import FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request with this lease generation has ended: for `reason`, with so many output tokens in all, or
+    because of `error`."""
+
+    generation: int
+    reason: FinishReason | None = None
+    num_output_tokens: int = 0
+    error: str = ""
+
+
 @dataclass(slots=True)
 class StepTokens:
     """What has gathered for one router. The first three lists run in parallel, one entry a token.
 
-    logprobs: (row in the lists, token). ended: (generation, reason, error); one of the two says why.
+    logprobs: (row in the lists, token).
     """
 
     generations: list[int] = field(default_factory=list)
     output_indices: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, SampledToken]] = field(default_factory=list)
-    ended: list[tuple[int, FinishReason | None, str]] = field(default_factory=list)
+    ended: list[End] = field(default_factory=list)
 
 
 class TokenStreams:
@@ -39,9 +50,9 @@ class TokenStreams:
         tokens.output_indices.append(output_index)
         tokens.token_ids.append(token.token_id)
 
-    def end(self, router_id: str, generation: int, reason: FinishReason | None, error: str = "") -> None:
-        """A request has ended: for `reason`, or because of `error`."""
-        self._gathered.setdefault(router_id, StepTokens()).ended.append((generation, reason, error))
+    def end(self, router_id: str, end: End) -> None:
+        """A request of this router has ended."""
+        self._gathered.setdefault(router_id, StepTokens()).ended.append(end)
 
     def flush(self) -> None:
         """Tells every router that has something."""

@@ -57,7 +57,8 @@ class Lifecycle:
         self._token_ids: list[int] = []
         self._num_cached_tokens: int | None = None
         self._early: dict[int, NewToken] = {}
-        self._ended: FinishReason | None = None
+        # Why it has ended, and with how many tokens.
+        self._ended: tuple[FinishReason, int] | None = None
         self._attempt = self._new_attempt(0)
         # Of each worker that was lost: how many tokens there were.
         self._losses: list[int] = []
@@ -129,10 +130,18 @@ class Lifecycle:
                 self._moment("decode_started", self._decode)
             self._token_ids.append(token.token_id)
             tokens.append(token)
+        reason, num_at_end = self._ended or (None, None)
+        num_tokens = len(self._token_ids)
+        is_short = num_at_end is not None and num_tokens != num_at_end
+        if num_tokens > self._attempt.num_known_tokens and (self._early or is_short):
+            # D tells all in order: what is not here by now will not come.
+            self._attempt.inbox.put(
+                WorkerLost(f"a token of decode worker {self._decode.worker_id} was lost on its way")
+            )
         return self._output.push(
             [t.token_id for t in tokens],
             [_logprobs(t) for t in tokens if t.logprobs is not None],
-            self._ended if len(self._token_ids) > self._attempt.num_known_tokens else None,
+            reason if num_tokens == num_at_end else None,
         )
 
     def _take_first(self, first: prefill_pb2.FirstToken) -> None:
@@ -143,13 +152,14 @@ class Lifecycle:
         if self._num_cached_tokens is None:
             self._num_cached_tokens = first.num_cached_tokens
         self.stage = "HANDOFF"
-        self._ended = _REASONS.get(first.finish_reason, self._ended)
+        if first.finish_reason in _REASONS:
+            self._ended = _REASONS[first.finish_reason], index + 1
 
     def _take_end(self, ended: registry_pb2.Ended) -> None:
         self._attempt.decode_has_ended = True
         if ended.error:
             raise WorkerFailed(f"{self._decode.worker_id}: {ended.error}")
-        self._ended = _REASONS[ended.finish_reason]
+        self._ended = _REASONS[ended.finish_reason], ended.num_output_tokens
 
     async def _recover(self, loss: WorkerLost) -> None:
         """Carries on elsewhere, from the tokens so far. Raises `Unavailable` where that has no end."""

@@ -121,14 +121,16 @@ class StepLogprobs(_message.Message):
     def __init__(self, row: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class Ended(_message.Message):
-    __slots__ = ("generation", "finish_reason", "error")
+    __slots__ = ("generation", "finish_reason", "error", "num_output_tokens")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     finish_reason: _common_pb2.FinishReason
     error: str
-    def __init__(self, generation: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ...) -> None: ...
+    num_output_tokens: int
+    def __init__(self, generation: _Optional[int] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
     __slots__ = ("router_id", "incompatible", "resend_blocks")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from decode_worker.streams import StepTokens, TokenStreams
 from kvferry.client import KvferryError, SamplingParams
 from router import lifecycle
 
@@ -121,6 +122,30 @@ async def test_the_only_workers_die_and_come_back(start_system, tiny):
             await system.add_decode("decode-1")
             await system.add_prefill("prefill-1")
     assert token_ids == expected
+    assert b"kvferry_recoveries_total 1.0" in system.router.metrics()
+    await system.all_free()
+
+
+@pytest.mark.parametrize("lost", ["a step", "the last tokens"])
+async def test_a_token_that_was_lost_on_its_way_is_noticed(start_system, tiny, monkeypatch, lost):
+    sampling = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    expected = [token.token_id for token in tiny.generate(sampling)]
+    system = await start_system(1, 1, **tiny.settings)
+    take = TokenStreams.take
+    losses: list[StepTokens] = []
+
+    def lossy_take(streams: TokenStreams, router_id: str) -> StepTokens | None:
+        step = take(streams, router_id)
+        if step is None or losses or (lost == "the last tokens" and not step.ended):
+            return step
+        losses.append(step)
+        return StepTokens(ended=step.ended) if step.ended else None
+
+    monkeypatch.setattr(TokenStreams, "take", lossy_take)
+    result = await system.client.generate(tiny.prompt, sampling).wait()
+    assert losses
+    assert losses[0].token_ids
+    assert list(result.token_ids) == expected
     assert b"kvferry_recoveries_total 1.0" in system.router.metrics()
     await system.all_free()
 
